@@ -1,0 +1,67 @@
+// A pool of worker threads for the CPU kernels.
+//
+// One job runs at a time. A caller that finds the pool busy (another Python thread is in a kernel) runs its job on its own
+// thread instead of waiting, so that callers never add up to more running threads than the pool was sized for plus callers.
+// Kernels give each output tile to exactly one thread, so results don't depend on how many threads took part.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+namespace tilefuse {
+
+class ThreadPool {
+ public:
+  // The process's pool. Sized by TILEFUSE_NUM_THREADS, else OMP_NUM_THREADS, else the CPUs this process may run on.
+  static ThreadPool& instance();
+
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  [[nodiscard]] int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
+
+  // Takes effect at the next job. `n` is clamped to [1, kMaxThreads].
+  void set_num_threads(int n);
+
+  // Calls fn(item, thread) for every item in [0, items), each once, on at most num_threads() threads; thread is in
+  // [0, num_threads()). Returns when all are done. Items are handed out in order, one at a time.
+  template <typename Fn>
+  void parallel_for(int64_t items, Fn&& fn) {
+    using F = std::remove_reference_t<Fn>;
+    run(items, [](void* context, int64_t item, int thread) { (*static_cast<F*>(context))(item, thread); },
+        const_cast<void*>(static_cast<const void*>(&fn)));
+  }
+
+  static constexpr int kMaxThreads = 256;
+
+ private:
+  using Task = void (*)(void* context, int64_t item, int thread);
+
+  explicit ThreadPool(int threads);
+  void run(int64_t items, Task task, void* context);
+  void work(int thread, uint32_t seen);
+  void drain(int thread);
+  void resize_locked(int threads);
+  void stop_locked();
+
+  std::atomic<int> num_threads_;
+  std::mutex owner_;                  // held by the caller whose job runs
+  std::vector<std::thread> workers_;  // guarded by owner_
+
+  // The running job; written by the owner before generation_ is bumped.
+  Task task_ = nullptr;
+  void* context_ = nullptr;
+  int64_t items_ = 0;
+
+  alignas(64) std::atomic<uint32_t> generation_{0};
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint32_t> busy_{0};  // workers that have not finished the running job
+  std::atomic<bool> stop_{false};
+};
+
+}  // namespace tilefuse

@@ -1,0 +1,9 @@
+"""Quantised linear layers straight from packed 4- and 8-bit weights, on AMD XDNA2 NPUs and any CPU."""
+
+from tilefuse.layout import Layout, ZeroKind
+from tilefuse.packed import PackedLinear
+from tilefuse.quantized import CodeOrder, QuantizedLinear
+
+__version__ = "0.1.0"
+
+__all__ = ["CodeOrder", "Layout", "PackedLinear", "QuantizedLinear", "ZeroKind", "__version__"]

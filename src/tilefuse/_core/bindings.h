@@ -1,0 +1,9 @@
+#pragma once
+#include <pybind11/pybind11.h>
+
+namespace tilefuse {
+
+void bind_layout(pybind11::module_& m);  // pack, unpack
+void bind_matmul(pybind11::module_& m);  // matmul on packed tiles, CPU features, threads
+
+}  // namespace tilefuse

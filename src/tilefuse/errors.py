@@ -1,0 +1,39 @@
+"""The errors that tilefuse raises.
+
+Every message names the tensor or argument, the value found, the limit, and what to do. Each class also derives from
+the built-in exception that a caller would expect, so ``except ValueError`` keeps working.
+"""
+
+from __future__ import annotations
+
+
+class TileFuseError(Exception):
+    """Base of every error that tilefuse raises on purpose."""
+
+
+class FormatError(TileFuseError, ValueError):
+    """A checkpoint or file is malformed, contradictory, truncated, or of a format that is not read here."""
+
+
+class UnsupportedFormatError(FormatError):
+    """A well-formed file of a format, version or option that tilefuse does not take; the message says what does."""
+
+
+class QuantizationError(TileFuseError, ValueError):
+    """A scale, zero point or code is out of its range (NaN, Inf, overflow of bfloat16, zero point above 2^bits - 1)."""
+
+
+class LayoutError(TileFuseError, ValueError):
+    """The packed layout cannot hold this layer, or a packed buffer does not match its layout."""
+
+
+class ShapeError(TileFuseError, ValueError):
+    """An argument has the wrong shape."""
+
+
+class DtypeError(TileFuseError, TypeError):
+    """An argument has a dtype or array type that is not taken."""
+
+
+class DeviceError(TileFuseError, RuntimeError):
+    """A device is not there, can't take the call, or failed."""
