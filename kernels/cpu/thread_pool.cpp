@@ -7,8 +7,8 @@
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
-#include <system_error>
 #include <new>
+#include <system_error>
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -17,8 +17,8 @@
 namespace tilefuse {
 namespace {
 
-// How long an idle worker polls for the next job before it sleeps: a decode step issues its next matmul within some tens of
-// microseconds, and a futex wake-up costs about as much. 4000 pauses are 40 to 160 us on current x86.
+// How long an idle worker polls for the next job before it sleeps: a decode step issues its next matmul within some
+// tens of microseconds, and a futex wake-up costs about as much. 4000 pauses are 40 to 160 us on current x86.
 constexpr int kSpins = 4000;
 
 inline void cpu_pause() {

@@ -1,8 +1,8 @@
 // A pool of worker threads for the CPU kernels.
 //
-// One job runs at a time. A caller that finds the pool busy (another Python thread is in a kernel) runs its job on its own
-// thread instead of waiting, so that callers never add up to more running threads than the pool was sized for plus callers.
-// Kernels give each output tile to exactly one thread, so results don't depend on how many threads took part.
+// One job runs at a time. A caller that finds the pool busy (another Python thread is in a kernel) runs its job on its
+// own thread instead of waiting, so that callers never add up to more running threads than the pool was sized for plus
+// callers. Kernels give each output tile to exactly one thread, so results don't depend on how many threads took part.
 #pragma once
 
 #include <atomic>
@@ -33,7 +33,8 @@ class ThreadPool {
   template <typename Fn>
   void parallel_for(int64_t items, Fn&& fn) {
     using F = std::remove_reference_t<Fn>;
-    run(items, [](void* context, int64_t item, int thread) { (*static_cast<F*>(context))(item, thread); },
+    run(
+        items, [](void* context, int64_t item, int thread) { (*static_cast<F*>(context))(item, thread); },
         const_cast<void*>(static_cast<const void*>(&fn)));
   }
 

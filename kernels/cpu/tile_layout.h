@@ -7,27 +7,27 @@
 
 namespace tilefuse {
 
-inline constexpr int kKt = 128;    // input channels in a tile
-inline constexpr int kNt = 64;     // output channels in a tile
-inline constexpr int kBlock = 8;   // rows and columns of a code block
-inline constexpr int kRows = 4;    // compute rows that share the reduction of a GEMV
+inline constexpr int kKt = 128;   // input channels in a tile
+inline constexpr int kNt = 64;    // output channels in a tile
+inline constexpr int kBlock = 8;  // rows and columns of a code block
+inline constexpr int kRows = 4;   // compute rows that share the reduction of a GEMV
 inline constexpr size_t kAlignment = 64;
 
 enum class ZeroKind : int { z8 = 0, m16 = 1 };
 
 // Sizes of one packed layer, computed by layout.py.
 struct TileLayout {
-  int64_t k = 0;              // real input channels
-  int64_t n = 0;              // real output channels
-  int bits = 4;               // 4 or 8
-  int tile_group = kKt;       // input channels that share a scale in a tile: 32, 64 or 128
+  int64_t k = 0;         // real input channels
+  int64_t n = 0;         // real output channels
+  int bits = 4;          // 4 or 8
+  int tile_group = kKt;  // input channels that share a scale in a tile: 32, 64 or 128
   ZeroKind zero = ZeroKind::z8;
   int columns = 8;
-  int64_t k_tiles = 0;        // stored, padding included
+  int64_t k_tiles = 0;  // stored, padding included
   int64_t tiles_per_column = 0;
   int64_t tile_bytes = 0;
-  int64_t scale_offset = 0;   // within a tile
-  int64_t zero_offset = 0;    // within a tile
+  int64_t scale_offset = 0;  // within a tile
+  int64_t zero_offset = 0;   // within a tile
 
   [[nodiscard]] int64_t k_tiles_used() const { return (k + kKt - 1) / kKt; }
   [[nodiscard]] int64_t n_tiles_used() const { return (n + kNt - 1) / kNt; }

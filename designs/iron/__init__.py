@@ -1,0 +1,1 @@
+"""IRON designs for the XDNA2 array, installed as ``tilefuse.designs``."""
