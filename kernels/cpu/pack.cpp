@@ -1,1 +1,201 @@
 #include "pack.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cassert>
+#include <cstring>
+#include <limits>
+
+#include "bf16.h"
+#include "code_blocks.h"
+#include "thread_pool.h"
+
+namespace tilefuse {
+namespace {
+
+// Tiles that one thread packs at a time, along K and along N. A checkpoint row that runs along N gives a tile 32 or 64
+// bytes of each of 128 rows, one that runs along K 64 or 128 bytes of each of 64: four neighbours together use whole
+// cache lines and what the prefetcher brought, and the sixteen fit the L2 cache (two times 16 x 8 KiB at most).
+constexpr int kPatch = 4;
+
+using IssueKind = PackIssue::Kind;
+
+// The first issue of each kind over all threads.
+class Issues {
+ public:
+  explicit Issues(int64_t channels) : channels_(channels) {
+    for (auto& position : first_) position.store(kNone, std::memory_order_relaxed);
+  }
+
+  void note(IssueKind kind, int64_t row, int64_t channel) {
+    std::atomic<int64_t>& first = first_[static_cast<size_t>(kind)];
+    const int64_t position = row * channels_ + channel;
+    int64_t seen = first.load(std::memory_order_relaxed);
+    while (position < seen && !first.compare_exchange_weak(seen, position, std::memory_order_relaxed)) {
+    }
+  }
+
+  [[nodiscard]] PackIssue result() const {
+    for (const IssueKind kind : {IssueKind::scale, IssueKind::min, IssueKind::zero, IssueKind::code}) {
+      const int64_t position = first_[static_cast<size_t>(kind)].load(std::memory_order_relaxed);
+      if (position != kNone) return {kind, position / channels_, position % channels_};
+    }
+    return {};
+  }
+
+ private:
+  static constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+  int64_t channels_;
+  std::array<std::atomic<int64_t>, 5> first_;
+};
+
+[[nodiscard]] bool finite_bf16(uint16_t bits) { return (bits & 0x7f80u) != 0x7f80u; }
+
+// One value as bfloat16; Inf when it overflows, and not finite when it is not.
+[[nodiscard]] uint16_t load_bf16(const FloatGrid& grid, int64_t index) {
+  uint16_t half;
+  uint32_t word;
+  switch (grid.kind) {
+    case FloatKind::bf16:
+      std::memcpy(&half, static_cast<const uint8_t*>(grid.data) + 2 * index, sizeof(half));
+      return half;
+    case FloatKind::f16:
+      std::memcpy(&half, static_cast<const uint8_t*>(grid.data) + 2 * index, sizeof(half));
+      word = half_to_float_bits(half);
+      break;
+    case FloatKind::f32:
+    default:
+      std::memcpy(&word, static_cast<const uint8_t*>(grid.data) + 4 * index, sizeof(word));
+      break;
+  }
+  // Rounding could carry a NaN into a number.
+  if ((word & kFloatExponent) == kFloatExponent) return static_cast<uint16_t>(word >> 16);
+  return float_bits_to_bf16(word);
+}
+
+// 64 values of one group, of which `count` are real.
+void write_floats(const FloatGrid& grid, int64_t group, int64_t n0, int count, IssueKind kind, Issues& issues,
+                  uint8_t* out) {
+  uint16_t values[kNt] = {};
+  bool finite = true;
+  for (int n = 0; n < count; ++n) {
+    values[n] = load_bf16(grid, group * grid.group_stride + (n0 + n) * grid.channel_stride);
+    finite &= finite_bf16(values[n]);
+  }
+  std::memcpy(out, values, sizeof(values));
+  for (int n = 0; !finite && n < count; ++n) {
+    if (!finite_bf16(values[n])) return issues.note(kind, group, n0 + n);
+  }
+}
+
+// Clears what the source holds outside the matrix, and gives padded rows of a group that is partly real its zero point,
+// so that they dequantise to 0.
+template <int Bits>
+void pad_codes(const TileLayout& layout, int64_t k0, int64_t n0, const uint8_t* zeros, Word<Bits>* codes) {
+  const int real_n = static_cast<int>(std::min<int64_t>(kNt, layout.n - n0));
+  constexpr Word<Bits> kOnes = ~Word<Bits>{0} / ((1u << Bits) - 1);  // 1 in every code
+  for (int block = 0; block < kKBlocks; ++block) {
+    Word<Bits>* row = codes + block * kNt;
+    const auto real_k = std::clamp<int64_t>(layout.k - (k0 + block * kBlock), 0, kBlock);
+    const Word<Bits> keep =
+        real_k == kBlock ? ~Word<Bits>{0} : static_cast<Word<Bits>>((Word<Bits>{1} << (real_k * Bits)) - 1);
+    const int group = block * kBlock / layout.tile_group;
+    const bool real_group = k0 + group * layout.tile_group < layout.k;
+    const bool fill = zeros != nullptr && real_group;
+    for (int n = 0; n < real_n; ++n) {
+      const Word<Bits> code = real_k == 0 ? Word<Bits>{0} : static_cast<Word<Bits>>(row[n] & keep);
+      row[n] = code | (fill ? static_cast<Word<Bits>>(zeros[group * kNt + n] * kOnes & ~keep) : Word<Bits>{0});
+    }
+    std::fill(row + real_n, row + kNt, Word<Bits>{0});
+  }
+}
+
+template <int Bits>
+class Packer {
+ public:
+  Packer(const TileLayout& layout, const PackSource& source, uint8_t* out)
+      : layout_(layout), source_(source), out_(out), issues_(layout.n) {}
+
+  PackIssue run() {
+    const int64_t n_patches = (layout_.n_tiles() + kPatch - 1) / kPatch;
+    const int64_t k_patches = (layout_.k_tiles + kPatch - 1) / kPatch;
+    ThreadPool::instance().parallel_for(n_patches * k_patches, [&](int64_t item, int) {
+      const int64_t n0 = item / k_patches * kPatch;
+      const int64_t k0 = item % k_patches * kPatch;
+      const int64_t n1 = std::min(n0 + kPatch, layout_.n_tiles());
+      const int64_t k1 = std::min(k0 + kPatch, layout_.k_tiles);
+      for (int64_t k = k0; k < k1; ++k) {
+        for (int64_t n = n0; n < n1; ++n) tile(n, k);
+      }
+    });
+    return issues_.result();
+  }
+
+ private:
+  void tile(int64_t n_tile, int64_t k_tile) {
+    uint8_t* bytes = out_ + layout_.tile_offset(n_tile, k_tile);
+    if (n_tile >= layout_.n_tiles_used() || k_tile >= layout_.k_tiles_used()) {
+      std::memset(bytes, 0, static_cast<size_t>(layout_.tile_bytes));
+      return;
+    }
+    const int64_t k0 = k_tile * kKt;
+    const int64_t n0 = n_tile * kNt;
+    auto* codes = reinterpret_cast<Word<Bits>*>(bytes);
+    if (!read_code_blocks<Bits>(layout_, source_, k0, n0, codes)) find_bad_code(k0, n0);
+    write_groups(k0, n0, bytes);
+    const uint8_t* zeros = layout_.zero == ZeroKind::z8 ? bytes + layout_.zero_offset : nullptr;
+    if (k0 + kKt > layout_.k || n0 + kNt > layout_.n) pad_codes<Bits>(layout_, k0, n0, zeros, codes);
+  }
+
+  void write_groups(int64_t k0, int64_t n0, uint8_t* bytes) {
+    const int real_n = static_cast<int>(std::min<int64_t>(kNt, layout_.n - n0));
+    std::memset(bytes + layout_.scale_offset, 0, static_cast<size_t>(layout_.tile_bytes - layout_.scale_offset));
+    for (int row = 0; row < layout_.groups_per_tile(); ++row) {
+      const int64_t k = k0 + row * layout_.tile_group;
+      if (k >= layout_.k) return;
+      const int64_t group = k / source_.group;
+      write_floats(source_.scales, group, n0, real_n, IssueKind::scale, issues_,
+                   bytes + layout_.scale_offset + row * kNt * 2);
+      if (layout_.zero == ZeroKind::m16) {
+        write_floats(source_.mins, group, n0, real_n, IssueKind::min, issues_,
+                     bytes + layout_.zero_offset + row * kNt * 2);
+      } else {
+        write_zeros(group, n0, real_n, bytes + layout_.zero_offset + row * kNt);
+      }
+    }
+  }
+
+  void write_zeros(int64_t group, int64_t n0, int count, uint8_t* out) {
+    const ByteGrid& grid = source_.zeros;
+    for (int n = 0; n < count; ++n) {
+      const uint8_t zero = grid.data[group * grid.group_stride + (n0 + n) * grid.channel_stride];
+      if (Bits == 4 && zero > 15) issues_.note(IssueKind::zero, group, n0 + n);
+      out[n] = zero;
+    }
+  }
+
+  // Only CodeOrder::kn can hold a code of more than 4 bits.
+  void find_bad_code(int64_t k0, int64_t n0) {
+    for (int64_t k = k0; k < std::min(k0 + kKt, layout_.k); ++k) {
+      const int64_t source_row = source_.perm != nullptr ? source_.perm[k] : k;
+      for (int64_t n = n0; n < std::min(n0 + kNt, layout_.n); ++n) {
+        if (source_.codes[source_row * layout_.n + n] > 15) return issues_.note(IssueKind::code, k, n);
+      }
+    }
+  }
+
+  const TileLayout& layout_;
+  const PackSource& source_;
+  uint8_t* out_;
+  Issues issues_;
+};
+
+}  // namespace
+
+PackIssue pack(const TileLayout& layout, const PackSource& source, uint8_t* out) {
+  assert(reinterpret_cast<uintptr_t>(out) % kAlignment == 0);
+  return layout.bits == 4 ? Packer<4>(layout, source, out).run() : Packer<8>(layout, source, out).run();
+}
+
+}  // namespace tilefuse

@@ -1,19 +1,48 @@
-"""A linear layer in the packed format, ready for every device."""
+"""A linear layer in the packed format, ready for every device; packing and its inverse."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tilefuse.layout import Layout
+from tilefuse import _core
+from tilefuse._buffers import address, aligned_empty
+from tilefuse._source import FLOAT_KINDS, check_perm, check_source
+from tilefuse.errors import LayoutError, QuantizationError, TileFuseError
+from tilefuse.layout import ALIGNMENT, DEFAULT_COLUMNS, Layout, ZeroKind
+from tilefuse.quantized import CodeOrder, QuantizedLinear
 
 Array = npt.NDArray[Any]
 
+_ORDERS = list(CodeOrder)
+_ZERO_KINDS = list(ZeroKind)
+_ISSUES = ("", "scale", "min", "zero point", "code")  # PackIssue::Kind
 
-@dataclass(frozen=True, eq=False)
+
+@lru_cache(maxsize=4096)
+def native_layout(layout: Layout) -> _core.TileLayout:
+    """The C++ side's form of ``layout``."""
+    return _core.TileLayout(
+        k=layout.k,
+        n=layout.n,
+        bits=layout.bits,
+        tile_group=layout.tile_group,
+        zero=_ZERO_KINDS.index(layout.zero),
+        columns=layout.columns,
+        k_tiles=layout.k_tiles,
+        tiles_per_column=layout.tiles_per_column,
+        tile_bytes=layout.tile_bytes,
+        scale_offset=layout.scale_offset,
+        zero_offset=layout.zero_offset,
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class PackedLinear:
     """One linear layer in packed tiles (see `tilefuse.layout`).
 
@@ -24,14 +53,42 @@ class PackedLinear:
         bias: float32 [N], or None.
         perm: int32 [K] permutation of the inputs (the layer computes ``x[:, perm] @ W``), or None.
         source: Name of the format that it was packed from, e.g. ``"awq-gemm"``.
+
+    Raises:
+        LayoutError: ``data``, ``bias`` or ``perm`` do not fit ``layout``.
     """
 
     name: str
     layout: Layout
-    data: npt.NDArray[np.uint8] = field(repr=False)
-    bias: npt.NDArray[np.float32] | None = field(default=None, repr=False)
-    perm: npt.NDArray[np.int32] | None = field(default=None, repr=False)
+    data: npt.NDArray[np.uint8] = field()
+    bias: npt.NDArray[np.float32] | None = None
+    perm: npt.NDArray[np.int32] | None = None
     source: str = ""
+
+    def __post_init__(self) -> None:
+        data, nbytes = self.data, self.layout.nbytes
+        if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+            raise LayoutError(
+                f"{self.name}: data is {data.dtype} {list(data.shape)}; a contiguous uint8 [{nbytes}] is taken"
+            )
+        if data.nbytes != nbytes:
+            raise LayoutError(f"{self.name}: data has {data.nbytes} bytes; {self._scheme()} takes {nbytes}")
+        if address(data) % ALIGNMENT:
+            raise LayoutError(
+                f"{self.name}: data starts {address(data) % ALIGNMENT} bytes past a multiple of {ALIGNMENT}"
+            )
+        bias, perm = self.bias, self.perm
+        if bias is not None and (bias.dtype != np.float32 or bias.shape != (self.n,) or not bias.flags.c_contiguous):
+            raise LayoutError(
+                f"{self.name}: bias is {bias.dtype} {list(bias.shape)}; a contiguous float32 [{self.n}] is taken"
+            )
+        if perm is not None:
+            try:
+                check_perm(self.name, perm, self.k)
+            except TileFuseError as error:
+                raise LayoutError(str(error)) from None
+            if not perm.flags.c_contiguous:
+                raise LayoutError(f"{self.name}: perm is not contiguous")
 
     @property
     def k(self) -> int:
@@ -42,3 +99,164 @@ class PackedLinear:
     def n(self) -> int:
         """Output channels."""
         return self.layout.n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed buffer, without bias and permutation."""
+        return self.layout.nbytes
+
+    def dequantize(self) -> Array:
+        """The weights, bfloat16 [K, N], rows in the original input order.
+
+        Each is ``(q - z) s`` rounded once to bfloat16 (to nearest, ties to even); with minima, ``q s + m`` in float32
+        and then rounded to bfloat16.
+        """
+        out = np.empty((self.k, self.n), ml_dtypes.bfloat16)
+        _core.dequantize(
+            native_layout(self.layout), packed=address(self.data), perm=address(self.perm), out=address(out)
+        )
+        return out
+
+    def _scheme(self) -> str:
+        lay = self.layout
+        group = "channel" if lay.group >= lay.k else lay.group
+        return f"{lay.k} x {lay.n}, w{lay.bits} g={group} {lay.zero.value}, {lay.columns} columns"
+
+    def __repr__(self) -> str:
+        extras = [what for what, there in (("bias", self.bias), ("perm", self.perm)) if there is not None]
+        parts = [self._scheme(), *extras, f"{self.nbytes:,} B"]
+        return f"PackedLinear({self.name!r}, {', '.join(parts)}{f', from {self.source}' if self.source else ''})"
+
+
+def packed_layout(q: QuantizedLinear, columns: int = DEFAULT_COLUMNS) -> Layout:
+    """The layout that `pack` gives ``q``; its ``nbytes`` is the size of the packed buffer.
+
+    Raises:
+        LayoutError: The packed format cannot hold the layer.
+    """
+    try:
+        zero = ZeroKind.Z8 if q.mins is None else ZeroKind.M16
+        return Layout(k=q.k, n=q.n, bits=q.bits, group=q.group, zero=zero, columns=columns)
+    except LayoutError as error:
+        raise LayoutError(f"{q.name}: {error}") from None
+
+
+def packed_nbytes(q: QuantizedLinear, columns: int = DEFAULT_COLUMNS) -> int:
+    """Bytes of the buffer that `pack` fills for ``q``."""
+    return packed_layout(q, columns).nbytes
+
+
+def pack(
+    q: QuantizedLinear, columns: int = DEFAULT_COLUMNS, *, out: npt.NDArray[np.uint8] | None = None
+) -> PackedLinear:
+    """Packs one quantised layer; codes are moved, never requantised, and scales rounded once to bfloat16.
+
+    Args:
+        q: The layer, in any `CodeOrder`.
+        columns: Columns of the array that the stream is interleaved over, 1 to 8.
+        out: uint8 [packed_nbytes(q, columns)], contiguous and 64-byte aligned, to pack into; allocated when None.
+
+    Raises:
+        LayoutError: The packed format cannot hold the layer, or ``out`` does not fit.
+        ShapeError, DtypeError: An array of ``q`` contradicts its other fields.
+        QuantizationError: A scale or minimum is NaN, infinite or overflows bfloat16, or a zero point or code has more
+            than ``bits`` bits; names the tensor and the place.
+    """
+    layout = packed_layout(q, columns)
+    check_source(q)
+    data = aligned_empty(layout.nbytes) if out is None else out
+    if not data.flags.writeable:
+        raise LayoutError(f"{q.name}: out is read-only")
+    packed = PackedLinear(
+        name=q.name,
+        layout=layout,
+        data=data,
+        bias=None if q.bias is None else np.ascontiguousarray(q.bias, np.float32),
+        perm=None if q.perm is None else np.ascontiguousarray(q.perm),
+        source=q.format,
+    )
+    codes = np.ascontiguousarray(q.codes)
+    kind, row, channel = _core.pack(
+        native_layout(layout),
+        codes=address(codes),
+        order=_ORDERS.index(q.order),
+        perm=address(packed.perm),
+        group=q.group,
+        scales=_float_grid(q.scales),
+        zeros=None if q.zeros is None else (address(q.zeros), *_strides(q.zeros)),
+        mins=None if q.mins is None else _float_grid(q.mins),
+        out=address(data),
+    )
+    if kind:
+        raise _issue(q, _ISSUES[kind], row, channel)
+    return packed
+
+
+def unpack(packed: PackedLinear) -> QuantizedLinear:
+    """The inverse of `pack`, bit for bit.
+
+    Returns:
+        A layer of order ``KN``: codes uint8 [K, N], scales bfloat16 [G, N], zero points uint8 or minima bfloat16
+        [G, N]; bias and permutation are those of ``packed``.
+    """
+    lay = packed.layout
+    grid = (lay.source_groups, lay.n)
+    codes = np.empty((lay.k, lay.n), np.uint8)
+    scales = np.empty(grid, ml_dtypes.bfloat16)
+    zeros = np.empty(grid, np.uint8) if lay.zero is ZeroKind.Z8 else None
+    mins = np.empty(grid, ml_dtypes.bfloat16) if lay.zero is ZeroKind.M16 else None
+    _core.unpack(
+        native_layout(lay),
+        packed=address(packed.data),
+        group=lay.group,
+        perm=address(packed.perm),
+        codes=address(codes),
+        scales=address(scales),
+        zeros=address(zeros),
+        mins=address(mins),
+    )
+    return QuantizedLinear(
+        name=packed.name,
+        format=packed.source,
+        k=lay.k,
+        n=lay.n,
+        bits=lay.bits,
+        group=lay.group,
+        codes=codes,
+        order=CodeOrder.KN,
+        scales=scales,
+        zeros=zeros,
+        mins=mins,
+        bias=packed.bias,
+        perm=packed.perm,
+        symmetric=zeros is not None and bool((zeros == 1 << (lay.bits - 1)).all()),
+    )
+
+
+def _strides(grid: Array) -> tuple[int, int]:
+    group, channel = (stride // grid.itemsize for stride in grid.strides)
+    return group, channel
+
+
+def _float_grid(grid: Array) -> tuple[int, int, int, int]:
+    return (address(grid), FLOAT_KINDS[grid.dtype], *_strides(grid))
+
+
+def _issue(q: QuantizedLinear, what: str, row: int, channel: int) -> QuantizationError:
+    limit = 2**q.bits - 1
+    if what == "code":
+        source_row = row if q.perm is None else int(q.perm[row])
+        value = q.codes[source_row, channel]
+        return QuantizationError(
+            f"{q.name}: code {value} of input channel {source_row}, output channel {channel} is above {limit} "
+            f"({q.bits} bits)"
+        )
+    grid = {"scale": q.scales, "min": q.mins, "zero point": q.zeros}[what]
+    assert grid is not None
+    value = grid[row, channel]
+    where = f"{q.name}: {what} {value} of group {row}, output channel {channel}"
+    if what == "zero point":
+        return QuantizationError(f"{where} is above {limit} ({q.bits} bits)")
+    if np.isfinite(np.float32(value)):
+        return QuantizationError(f"{where} overflows bfloat16 (largest 3.3895e38); rescale the layer")
+    return QuantizationError(f"{where} is not finite; requantise the layer")

@@ -1,0 +1,236 @@
+// One reader a source order. Where the order allows, a whole word of 8 codes moves at once: GPTQ's words are the packed
+// format's own, compressed-tensors' are those transposed, and AutoAWQ's take an 8x8 transpose of nibbles.
+#include "code_blocks.h"
+
+#include <algorithm>
+#include <array>
+
+namespace tilefuse {
+namespace {
+
+constexpr std::array<int, 8> kNaturalOrder = {0, 1, 2, 3, 4, 5, 6, 7};
+constexpr std::array<int, 8> kAwqOrder = {0, 2, 4, 6, 1, 3, 5, 7};
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What a reader knows of the tile that it reads.
+struct TileAt {
+  const PackSource& source;
+  int64_t k;  // of the layer
+  int64_t n;
+  int64_t k0;  // of the tile
+  int64_t n0;
+  int real_k;  // input channels of the tile that are real, 1 to 128
+  int real_n;  // output channels, 1 to 64
+
+  // Row of the checkpoint that holds sorted row k0 + i.
+  [[nodiscard]] int64_t row(int i) const { return source.perm != nullptr ? source.perm[k0 + i] : k0 + i; }
+};
+
+// --- One row an input channel: kn, words_n, words_n_awq ---
+
+// Calls fn(block, rows) with pointers to the bytes of 8 consecutive rows of the tile, `Bytes` each; what lies outside
+// the matrix reads as 0.
+template <int Bytes, typename Fn>
+void for_each_row_block(const TileAt& at, int64_t row_bytes, Fn&& fn) {
+  alignas(64) static constexpr uint8_t kZeroRow[Bytes] = {};
+  uint8_t edge[kBlock][Bytes];
+  const int64_t offset = at.n0 / kNt * Bytes;
+  const auto there = static_cast<size_t>(std::min<int64_t>(Bytes, row_bytes - offset));
+  for (int block = 0; block < ceil_div(at.real_k, kBlock); ++block) {
+    const uint8_t* rows[kBlock];
+    for (int i = 0; i < kBlock; ++i) {
+      const int k = block * kBlock + i;
+      rows[i] = kZeroRow;
+      if (k >= at.real_k) continue;
+      const uint8_t* row = at.source.codes + at.row(k) * row_bytes + offset;
+      if (there < Bytes) {
+        std::memcpy(edge[i], row, there);
+        std::memset(edge[i] + there, 0, Bytes - there);
+        row = edge[i];
+      }
+      rows[i] = row;
+    }
+    fn(block, rows);
+  }
+}
+
+template <int Bits>
+void read_words_n(const TileAt& at, const std::array<int, 8>& order, Word<Bits>* tile) {
+  constexpr int kBytes = kNt * Bits / 8;
+  for_each_row_block<kBytes>(at, ceil_div(at.n * Bits, 32) * 4, [&](int block, const uint8_t* const* rows) {
+    Word<Bits> digits[kBlock][kNBlocks];
+    for (int i = 0; i < kBlock; ++i) std::memcpy(digits[i], rows[i], kBytes);
+    transpose_digits(digits);
+    Word<Bits>* out = tile + block * kNt;
+    for (int lane = 0; lane < kNBlocks; ++lane) {
+      for (size_t j = 0; j < kBlock; ++j) out[lane * kBlock + order[j]] = digits[j][lane];
+    }
+  });
+}
+
+template <int Bits>
+bool read_kn(const TileAt& at, Word<Bits>* tile) {
+  uint64_t all = 0;
+  for_each_row_block<kNt>(at, at.n, [&](int block, const uint8_t* const* rows) {
+    uint64_t digits[kBlock][kNBlocks];
+    for (int i = 0; i < kBlock; ++i) std::memcpy(digits[i], rows[i], kNt);
+    transpose_digits(digits);
+    Word<Bits>* out = tile + block * kNt;
+    for (int lane = 0; lane < kNBlocks; ++lane) {
+      for (int j = 0; j < kBlock; ++j) {
+        if constexpr (Bits == 4) {
+          all |= digits[j][lane];
+          out[lane * kBlock + j] = squeeze_nibbles(digits[j][lane]);
+        } else {
+          out[lane * kBlock + j] = digits[j][lane];
+        }
+      }
+    }
+  });
+  return Bits == 8 || (all & 0xf0f0f0f0f0f0f0f0u) == 0;
+}
+
+// --- Words of consecutive input channels, one column an output channel: words_k ---
+
+template <int Bits>
+void read_words_k(const TileAt& at, Word<Bits>* tile) {
+  constexpr int kPerWord = 32 / Bits;
+  const auto column = [&](int64_t word_row) { return at.source.codes + (word_row * at.n + at.n0) * 4; };
+  const auto real_n = static_cast<size_t>(at.real_n);
+  for (int block = 0; block < ceil_div(at.real_k, kBlock); ++block) {
+    Word<Bits>* out = tile + block * kNt;
+    uint32_t words[kNt];
+    if (at.source.perm == nullptr) {
+      const int64_t first = (at.k0 + block * kBlock) / kPerWord;
+      if constexpr (Bits == 4) {
+        std::memcpy(out, column(first), 4 * real_n);
+      } else {
+        uint32_t high[kNt] = {};
+        std::memcpy(words, column(first), 4 * real_n);
+        if (first + 1 < ceil_div(at.k, kPerWord)) std::memcpy(high, column(first + 1), 4 * real_n);
+        for (size_t n = 0; n < real_n; ++n) out[n] = words[n] | (static_cast<uint64_t>(high[n]) << 32);
+      }
+      continue;
+    }
+    std::fill(out, out + kNt, Word<Bits>{0});
+    for (int i = 0; i < std::min(kBlock, at.real_k - block * kBlock); ++i) {
+      const int64_t row = at.row(block * kBlock + i);
+      const int shift = static_cast<int>(row % kPerWord) * Bits;
+      std::memcpy(words, column(row / kPerWord), 4 * real_n);
+      for (size_t n = 0; n < real_n; ++n) {
+        out[n] |= static_cast<Word<Bits>>((words[n] >> shift) & ((1u << Bits) - 1)) << (Bits * i);
+      }
+    }
+  }
+}
+
+// --- One row an output channel: rows_n, rows_n_int8, rows_n_fast ---
+
+// Calls code(n, row) for each code of the tile, in the packed order.
+template <int Bits, typename Code>
+void gather_codes(const TileAt& at, Code&& code, Word<Bits>* tile) {
+  for (int n = 0; n < at.real_n; ++n) {
+    for (int block = 0; block < ceil_div(at.real_k, kBlock); ++block) {
+      Word<Bits> word = 0;
+      for (int i = 0; i < std::min(kBlock, at.real_k - block * kBlock); ++i) {
+        word |= static_cast<Word<Bits>>(code(at.n0 + n, at.row(block * kBlock + i))) << (Bits * i);
+      }
+      tile[block * kNt + n] = word;
+    }
+  }
+}
+
+template <int Bits>
+void read_rows_n(const TileAt& at, int64_t row_bytes, uint8_t flip, Word<Bits>* tile) {
+  constexpr int kBytes = kKt * Bits / 8;
+  if (at.source.perm != nullptr) {
+    const auto code = [&](int64_t n, int64_t k) -> uint8_t {
+      const uint8_t byte = at.source.codes[n * row_bytes + k * Bits / 8];
+      if constexpr (Bits == 8) return byte ^ flip;
+      return (byte >> (4 * (k & 1))) & 15;
+    };
+    return gather_codes<Bits>(at, code, tile);
+  }
+  const int64_t offset = at.k0 * Bits / 8;
+  const auto there = static_cast<size_t>(std::min<int64_t>(kBytes, row_bytes - offset));
+  const Word<Bits> flips = ~Word<Bits>{0} / 255 * flip;
+  for (int n = 0; n < at.real_n; ++n) {
+    Word<Bits> words[kKBlocks] = {};
+    std::memcpy(words, at.source.codes + (at.n0 + n) * row_bytes + offset, there);
+    for (int block = 0; block < kKBlocks; ++block) tile[block * kNt + n] = words[block] ^ flips;
+  }
+}
+
+// Four 16-bit words, the lowest nibble of each -> 16 bits.
+[[nodiscard]] inline uint32_t squeeze_low_nibbles(uint64_t words) {
+  words &= 0x000f000f000f000fu;
+  words = (words | (words >> 12)) & 0x000000ff000000ffu;
+  return static_cast<uint32_t>((words | (words >> 24)) & 0xffffu);
+}
+
+void read_rows_n_fast(const TileAt& at, uint32_t* tile) {
+  constexpr int kRun = 32;  // input channels in 8 words
+  const auto word_at = [&](int64_t n, int64_t k) {
+    return at.source.codes + 2 * (n / 4 * at.k + k / 64 * 64 + n % 4 * 16 + k % 64 / kRun * 8 + k % 8);
+  };
+  if (at.source.perm != nullptr) {
+    const auto code = [&](int64_t n, int64_t k) {
+      uint16_t word;
+      std::memcpy(&word, word_at(n, k), sizeof(word));
+      return (word >> (k % kRun / 8 * 4)) & 15;
+    };
+    return gather_codes<4>(at, code, tile);
+  }
+  for (int n = 0; n < at.real_n; ++n) {
+    for (int k = 0; k < at.real_k; k += kRun) {
+      uint64_t words[2];
+      std::memcpy(words, word_at(at.n0 + n, at.k0 + k), sizeof(words));
+      for (int i = 0; i < kRun / kBlock; ++i) {
+        tile[(k / kBlock + i) * kNt + n] =
+            squeeze_low_nibbles(words[0] >> (4 * i)) | (squeeze_low_nibbles(words[1] >> (4 * i)) << 16);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+template <int Bits>
+bool read_code_blocks(const TileLayout& layout, const PackSource& source, int64_t k0, int64_t n0, Word<Bits>* tile) {
+  const TileAt at{.source = source,
+                  .k = layout.k,
+                  .n = layout.n,
+                  .k0 = k0,
+                  .n0 = n0,
+                  .real_k = static_cast<int>(std::min<int64_t>(kKt, layout.k - k0)),
+                  .real_n = static_cast<int>(std::min<int64_t>(kNt, layout.n - n0))};
+  switch (source.order) {
+    case CodeOrder::kn:
+      return read_kn<Bits>(at, tile);
+    case CodeOrder::words_n:
+      read_words_n<Bits>(at, kNaturalOrder, tile);
+      return true;
+    case CodeOrder::words_n_awq:
+      if constexpr (Bits == 4) read_words_n<Bits>(at, kAwqOrder, tile);
+      return true;
+    case CodeOrder::words_k:
+      read_words_k<Bits>(at, tile);
+      return true;
+    case CodeOrder::rows_n:
+      read_rows_n<Bits>(at, ceil_div(layout.k * Bits, 32) * 4, 0, tile);
+      return true;
+    case CodeOrder::rows_n_int8:
+      if constexpr (Bits == 8) read_rows_n<Bits>(at, layout.k, 0x80, tile);
+      return true;
+    case CodeOrder::rows_n_fast:
+      if constexpr (Bits == 4) read_rows_n_fast(at, tile);
+      return true;
+  }
+  return true;
+}
+
+template bool read_code_blocks<4>(const TileLayout&, const PackSource&, int64_t, int64_t, uint32_t*);
+template bool read_code_blocks<8>(const TileLayout&, const PackSource&, int64_t, int64_t, uint64_t*);
+
+}  // namespace tilefuse
