@@ -1,35 +1,67 @@
 // Conversions among float16, bfloat16 and float32, on bit patterns: no instruction set, no floating-point mode (flush
 // to zero, say) changes them.
+//
+// Always inlined: these are used in translation units of different instruction sets, and an out-of-line copy compiled for
+// the widest one must not be what the linker keeps.
 #pragma once
 
-#include <bit>
 #include <cstdint>
+
+#define TILEFUSE_ALWAYS_INLINE __attribute__((always_inline)) inline
 
 namespace tilefuse {
 
 inline constexpr uint32_t kFloatExponent = 0x7f800000u;  // all ones: Inf or NaN
 
-[[nodiscard]] inline float bf16_to_float(uint16_t bits) {
-  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+[[nodiscard]] TILEFUSE_ALWAYS_INLINE float bf16_to_float(uint16_t bits) {
+  return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16);
 }
 
 // Round to nearest, ties to even. NaN is not handled: a NaN whose low bits alone are set becomes Inf.
-[[nodiscard]] inline uint16_t float_bits_to_bf16(uint32_t bits) {
+[[nodiscard]] TILEFUSE_ALWAYS_INLINE uint16_t float_bits_to_bf16(uint32_t bits) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-[[nodiscard]] inline uint16_t float_to_bf16(float value) { return float_bits_to_bf16(std::bit_cast<uint32_t>(value)); }
+// Round to nearest, ties to even; NaN stays NaN.
+[[nodiscard]] TILEFUSE_ALWAYS_INLINE uint16_t float_to_bf16(float value) {
+  const auto bits = __builtin_bit_cast(uint32_t, value);
+  const auto quiet = static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return (bits & 0x7fffffffu) > kFloatExponent ? quiet : float_bits_to_bf16(bits);
+}
+
+// float -> nearest bfloat16, as a float.
+[[nodiscard]] TILEFUSE_ALWAYS_INLINE float round_to_bf16(float value) { return bf16_to_float(float_to_bf16(value)); }
 
 // Exact. Inf and NaN keep an exponent of all ones.
-[[nodiscard]] inline uint32_t half_to_float_bits(uint16_t half) {
+[[nodiscard]] TILEFUSE_ALWAYS_INLINE uint32_t half_to_float_bits(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = half & 0x7fffu;
   if (magnitude >= 0x7c00u) return sign | kFloatExponent | ((magnitude & 0x3ffu) << 13);
   if (magnitude >= 0x0400u) return sign | ((magnitude << 13) + ((127u - 15u) << 23));
   if (magnitude == 0) return sign;
   // Denormal, magnitude * 2^-24: its leading one becomes the implicit bit.
-  const auto top = static_cast<uint32_t>(std::bit_width(magnitude)) - 1u;
+  const auto top = 31u - static_cast<uint32_t>(__builtin_clz(magnitude));
   return sign | ((top + 127u - 24u) << 23) | ((magnitude << (23u - top)) & 0x7fffffu);
+}
+
+[[nodiscard]] TILEFUSE_ALWAYS_INLINE float half_to_float(uint16_t half) {
+  return __builtin_bit_cast(float, half_to_float_bits(half));
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+[[nodiscard]] TILEFUSE_ALWAYS_INLINE uint16_t float_to_half(float value) {
+  const auto bits = __builtin_bit_cast(uint32_t, value);
+  const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > kFloatExponent) return static_cast<uint16_t>(sign | 0x7e00u);  // NaN
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);    // 65520 and above round to Inf
+  if (magnitude < 0x38800000u) {
+    // Below 2^-14: adding 0.5 puts the unit of float16's denormals, 2^-24, in float's last place, so the addition rounds.
+    const float shifted = __builtin_bit_cast(float, magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (__builtin_bit_cast(uint32_t, shifted) - 0x3f000000u));
+  }
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
 }  // namespace tilefuse

@@ -1,8 +1,11 @@
 """Quantised linear layers straight from packed 4- and 8-bit weights, on AMD XDNA2 NPUs and any CPU."""
 
+from tilefuse import errors
 from tilefuse.layout import Layout, ZeroKind
+from tilefuse.ops import gemm, gemv, linear
 from tilefuse.packed import PackedLinear, pack, packed_nbytes, unpack
 from tilefuse.quantized import CodeOrder, QuantizedLinear
+from tilefuse.runtime import default_device, get_num_threads, set_default_device, set_num_threads
 
 __version__ = "0.1.0"
 
@@ -13,7 +16,15 @@ __all__ = [
     "QuantizedLinear",
     "ZeroKind",
     "__version__",
+    "default_device",
+    "errors",
+    "gemm",
+    "gemv",
+    "get_num_threads",
+    "linear",
     "pack",
     "packed_nbytes",
+    "set_default_device",
+    "set_num_threads",
     "unpack",
 ]

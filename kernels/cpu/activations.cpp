@@ -1,0 +1,110 @@
+#include "activations.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "bf16.h"
+
+namespace tilefuse {
+namespace {
+
+template <Dtype kType>
+float load(const void* row, int64_t i) {
+  if constexpr (kType == Dtype::f32) return static_cast<const float*>(row)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(row)[i];
+  return kType == Dtype::bf16 ? bf16_to_float(bits) : half_to_float(bits);
+}
+
+template <Dtype kType>
+void load_row(const void* row, const int32_t* perm, int64_t k_real, float* out) {
+  for (int64_t i = 0; i < k_real; ++i) out[i] = round_to_bf16(load<kType>(row, perm == nullptr ? i : perm[i]));
+}
+
+// One row as floats that are bfloat16 values, zero beyond K.
+void load_row(const MatmulArgs& args, int64_t row, int64_t k, float* out) {
+  const int64_t element = args.x_dtype == Dtype::f32 ? 4 : 2;
+  const void* from = static_cast<const std::byte*>(args.x) + row * args.x_stride * element;
+  switch (args.x_dtype) {
+    case Dtype::f32: load_row<Dtype::f32>(from, args.perm, args.layout.k, out); break;
+    case Dtype::bf16: load_row<Dtype::bf16>(from, args.perm, args.layout.k, out); break;
+    case Dtype::f16: load_row<Dtype::f16>(from, args.perm, args.layout.k, out); break;
+  }
+  std::memset(out + args.layout.k, 0, sizeof(float) * static_cast<size_t>(k - args.layout.k));
+}
+
+uint32_t high_half(float bf16_value) { return __builtin_bit_cast(uint32_t, bf16_value) >> 16; }
+
+}  // namespace
+
+int64_t rows_bytes(XFormat format, int64_t rows, int64_t k) { return rows * k * (format == XFormat::f32 ? 4 : 2); }
+
+void write_row(const MatmulArgs& args, int64_t row, int64_t k, XFormat format, void* out) {
+  if (format == XFormat::f32) {
+    load_row(args, row, k, static_cast<float*>(out));
+    return;
+  }
+  auto* pairs = static_cast<uint32_t*>(out);
+  alignas(64) float piece[kKt];
+  MatmulArgs part = args;
+  for (int64_t k0 = 0; k0 < k; k0 += kKt) {
+    // A piece of the row at a time, so that no scratch of K floats is needed.
+    part.layout.k = args.layout.k - k0 < kKt ? args.layout.k - k0 : kKt;
+    const int64_t element = args.x_dtype == Dtype::f32 ? 4 : 2;
+    if (args.perm == nullptr) {
+      part.x = static_cast<const std::byte*>(args.x) + k0 * element;
+    } else {
+      part.perm = args.perm + k0;
+    }
+    load_row(part, row, kKt, piece);
+    for (int kb = 0; kb < kKt; kb += kBlock) {
+      for (int j = 0; j < 4; ++j) *pairs++ = high_half(piece[kb + j]) | (high_half(piece[kb + j + 4]) << 16);
+    }
+  }
+}
+
+bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, XFormat format, float* scratch, int8_t* digits,
+                  float* scales, int32_t* sums) {
+  // Byte b of a block's eight holds input channel kOrder[b] of the block.
+  static constexpr int kOrder4[kBlock] = {0, 2, 4, 6, 1, 3, 5, 7};
+  static constexpr int kOrder8[kBlock] = {0, 1, 2, 3, 4, 5, 6, 7};
+  const auto& order = format == XFormat::digits4 ? kOrder4 : kOrder8;
+  const int group = args.layout.tile_group;
+  load_row(args, row, k, scratch);
+  for (int64_t g = 0; g < k / group; ++g) {
+    const float* x = scratch + g * group;
+    uint32_t largest = 0;
+    for (int i = 0; i < group; ++i) {
+      const uint32_t magnitude = __builtin_bit_cast(uint32_t, x[i]) & 0x7FFFFFFFU;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    const auto exponent = static_cast<int>(largest >> 23) - 127;
+    if (exponent > 127 || (largest != 0 && exponent < -100)) return false;
+    // The largest magnitude is below 2^(exponent + 1): scaled by 2^(21 - exponent), below 2^22. All-zero: any scale does.
+    const float up = largest == 0 ? 0.0F : std::ldexp(1.0F, 21 - exponent);
+    scales[g] = largest == 0 ? 0.0F : std::ldexp(1.0F, exponent - 21);
+    int8_t* out = digits + g * group * kDigits;
+    int32_t sum[kDigits] = {};
+    for (int b = 0; b < group / kBlock; ++b) {
+      for (int i = 0; i < kBlock; ++i) {
+        // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the significand.
+        const float shifted = x[b * kBlock + order[i]] * up + 0x1.8p23F;
+        const auto value = static_cast<int32_t>(__builtin_bit_cast(uint32_t, shifted) - 0x4B400000U);
+        const auto d0 = static_cast<int8_t>(value);
+        const int32_t rest = (value - d0) >> 8;
+        const auto d1 = static_cast<int8_t>(rest);
+        const auto d2 = static_cast<int8_t>((rest - d1) >> 8);
+        int8_t* at = out + b * (kDigits * kBlock) + i;
+        at[0] = d0;
+        at[kBlock] = d1;
+        at[2 * kBlock] = d2;
+        sum[0] += d0;
+        sum[1] += d1;
+        sum[2] += d2;
+      }
+    }
+    std::memcpy(sums + g * kDigits, sum, sizeof(sum));
+  }
+  return true;
+}
+
+}  // namespace tilefuse

@@ -1,0 +1,19 @@
+// AVX-512 with VNNI: few rows in exact integers, panels in float.
+#include "fused_digits.h"
+#include "simd_avx512.h"
+
+namespace tilefuse {
+
+const MatmulKernels& matmul_kernels_avx512_vnni() {
+  static constexpr MatmulKernels kernels = {
+      .fused_w4_f32 = nullptr,
+      .fused_digits = fused_digits_vnni,
+      .fused_rows = 4,
+      .panel_format = XFormat::f32,
+      .dequantise = dequantise_f32<Simd16>,
+      .panel_rows = panel_rows_f32<Simd16>,
+  };
+  return kernels;
+}
+
+}  // namespace tilefuse

@@ -1,0 +1,38 @@
+// y = x W + bias straight from packed tiles, on the CPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "tile_layout.h"
+
+namespace tilefuse {
+
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+struct MatmulArgs {
+  TileLayout layout;
+  const std::byte* weights = nullptr;  // layout.nbytes() bytes, 64-byte aligned
+
+  const void* x = nullptr;  // [m][layout.k], rows x_stride elements apart
+  Dtype x_dtype = Dtype::f32;
+  int64_t x_stride = 0;
+  int64_t m = 0;
+
+  const int32_t* perm = nullptr;  // [layout.k]: tile row i multiplies x[perm[i]]; null: identity
+  const float* bias = nullptr;    // [layout.n], or null
+
+  void* y = nullptr;  // [m][layout.n], rows y_stride elements apart
+  Dtype y_dtype = Dtype::f32;
+  int64_t y_stride = 0;
+};
+
+// Runs at current_level() on the process's thread pool. Activations are rounded to bfloat16 once; products are summed in
+// float over all of K; the result is rounded once. The same bits for every number of threads.
+//
+// Error against the float64 product of bf16(x) and bf16((q - z) s), elementwise, as a fraction of |x| @ |W|: at most
+// 2^-9 from rounding the weight (paths that keep it exact differ from the reference by that much) plus K 2^-24 from the
+// sum, plus half a unit in the last place of y's type.
+void matmul(const MatmulArgs& args);
+
+}  // namespace tilefuse

@@ -1,0 +1,65 @@
+// What one instruction set provides to the matmul driver. Every function works on one output tile (64 output channels).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu_features.h"
+#include "tile_layout.h"
+
+namespace tilefuse {
+
+// How the driver lays out activations for a kernel. k runs over k_tiles_used * 128, zero beyond K.
+enum class XFormat : int {
+  f32,         // float [rows][k]
+  bf16_pairs,  // uint32 [rows][k / 2]: in each block of 8 k, word j = bf16(x[j]) | bf16(x[j + 4]) << 16
+  digits4,     // Digits, bytes of a block in the order 0 2 4 6 1 3 5 7 (4-bit codes)
+  digits8,     // Digits, bytes of a block in natural order (8-bit codes)
+};
+
+// Activations as exact integers: in each group of tile_group input channels x = scale * (d0 + 256 d1 + 65536 d2) with signed
+// 8-bit digits and a power-of-two scale. 22 bits below the group's largest magnitude: an element down to 2^-14 of the
+// largest keeps all 8 bits of its bfloat16 significand, and a smaller one is off by at most 2^-22 of the largest.
+inline constexpr int kDigits = 3;
+
+struct DigitRows {
+  const int8_t* digits = nullptr;  // [rows][k / 8][kDigits][8]
+  const float* scales = nullptr;   // [rows][k / tile_group]
+  const int32_t* sums = nullptr;   // [rows][k / tile_group][kDigits]: sum of each digit over the group
+  int64_t k = 0;
+};
+
+// The k tiles of one output tile: contiguous.
+struct TileRun {
+  const TileLayout* layout = nullptr;
+  const std::byte* tiles = nullptr;
+};
+
+inline constexpr int kPanelTiles = 4;  // k tiles dequantised at a time: 512 x 64 weights stay in L2
+inline constexpr int kMaxRowsPerPass = 6;
+
+struct MatmulKernels {
+  // Fused kernels: unpack in registers, no panel. acc[rows][64] is overwritten. Null where the panel path is better.
+  void (*fused_w4_f32)(const TileRun&, const float* x, int64_t x_stride, int rows, float* acc);
+  void (*fused_digits)(const TileRun&, const DigitRows&, int rows, float* acc);
+  int fused_rows;  // up to this many rows a fused kernel is the faster one; 0: never
+
+  XFormat panel_format;  // f32 or bf16_pairs
+  // Dequantises k tiles [first, first + count) into `panel`, which panel_rows reads.
+  void (*dequantise)(const TileRun&, int64_t first, int count, void* panel);
+  // acc[r][0..63] (+)= x[r][0..k) * panel for 1 <= rows <= kMaxRowsPerPass; x_stride in elements of panel_format.
+  void (*panel_rows)(const void* panel, int64_t k, const void* x, int64_t x_stride, int rows, float* acc, bool first);
+};
+
+[[nodiscard]] const MatmulKernels& matmul_kernels(CpuLevel level);
+
+const MatmulKernels& matmul_kernels_portable();
+#if defined(__x86_64__)
+const MatmulKernels& matmul_kernels_avx2();
+const MatmulKernels& matmul_kernels_avx512();
+const MatmulKernels& matmul_kernels_avx512_vnni();
+const MatmulKernels& matmul_kernels_avx512_bf16();
+const MatmulKernels& matmul_kernels_avx512_bf16_model();
+#endif
+
+}  // namespace tilefuse

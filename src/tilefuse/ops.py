@@ -1,0 +1,112 @@
+"""Products of activations with packed layers: ``y = x W + bias``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilefuse.arrays import FloatArray, check_shape, empty_like, float_type, view_rows
+from tilefuse.errors import DtypeError, ShapeError
+from tilefuse.packed import PackedLinear
+from tilefuse.runtime import resolve_device
+
+
+def _layer_of(layer: object) -> PackedLinear:
+    if not isinstance(layer, PackedLinear):
+        raise DtypeError(f"layer is a {type(layer).__name__}: pass a PackedLinear (see tilefuse.pack)")
+    return layer
+
+
+def _overlap(a: FloatArray, b: FloatArray) -> bool:
+    def extent(array: FloatArray) -> tuple[int, int]:
+        item = 4 if array.kind == 0 else 2
+        rows = array.shape[0] if len(array.shape) == 2 else 1
+        ends = (array.address, array.address + (rows - 1) * array.row_stride * item)
+        return min(ends), max(ends) + array.shape[-1] * item
+
+    (a_begin, a_end), (b_begin, b_end) = extent(a), extent(b)
+    return a_begin < b_end and b_begin < a_end
+
+
+def _matmul(x: Any, layer: PackedLinear, device: str | None, out: Any, out_dtype: Any, rows_axis: bool) -> Any:
+    view = view_rows(x, "x")
+    assert view is not None
+    shape = view.shape
+    if len(shape) != (2 if rows_axis else 1) or shape[-1] != layer.k:
+        wanted = f"[M, {layer.k}]" if rows_axis else f"[{layer.k}]"
+        raise ShapeError(f"x has shape {list(shape)}: layer {layer.name!r} takes {wanted} (K = {layer.k} input channels)")
+    y_shape = (*shape[:-1], layer.n)
+    if out is None:
+        kind = view.kind if out_dtype is None else float_type(out_dtype, "out_dtype")
+        result = empty_like(x, y_shape, kind)
+        target = view_rows(result, "out")
+        assert target is not None
+    else:
+        result = out
+        direct = view_rows(out, "out", copy=False)
+        target = direct if direct is not None else view_rows(empty_like(out, tuple(out.shape), _kind_of(out)), "out")
+        assert target is not None
+        check_shape(target, y_shape, "out", "rows of x by N output channels of the layer")
+        if out_dtype is not None and float_type(out_dtype, "out_dtype") != target.kind:
+            raise DtypeError(f"out is {out.dtype} and out_dtype is {out_dtype}: pass one of them, or make them agree")
+        if getattr(getattr(out, "flags", None), "writeable", True) is False:
+            raise DtypeError("out is read-only: pass an array that can be written")
+        if target.shape[-1] and _overlap(view, target):
+            view = view_rows(x.clone() if hasattr(x, "clone") else x.copy(), "x")
+            assert view is not None
+    resolve_device(device).matmul(view, layer, target)
+    if target.owner is not result and target.address != _address_of(result):
+        result[...] = target.owner
+    return result
+
+
+def _kind_of(out: Any) -> Any:
+    return float_type(out.dtype, "out")
+
+
+def _address_of(array: Any) -> int:
+    return int(array.data_ptr()) if hasattr(array, "data_ptr") else int(array.ctypes.data)
+
+
+def gemm(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = None, out_dtype: Any = None) -> Any:
+    """``y = x W + bias`` for a matrix of activations.
+
+    Activations are rounded to bfloat16, products are summed in float32 over all of K, and the result is rounded once; see
+    docs/numerics.md for the bound.
+
+    Args:
+        x: [M, K] float32, bfloat16 or float16; NumPy (ml_dtypes for bfloat16) or a torch CPU tensor; any strides; M may
+            be 0.
+        layer: A packed layer (`tilefuse.pack`, `tilefuse.load`).
+        device: "cpu" or "reference"; None for `tilefuse.default_device()`.
+        out: [M, N], written and returned.
+        out_dtype: Type of the result; None for that of ``x``.
+
+    Returns:
+        [M, N], of the library of ``x``.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError: An argument doesn't fit; the message says which and how.
+    """
+    return _matmul(x, _layer_of(layer), device, out, out_dtype, rows_axis=True)
+
+
+def gemv(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = None, out_dtype: Any = None) -> Any:
+    """``y = x W + bias`` for one vector of activations: [K] -> [N]. Arguments as in `gemm`."""
+    return _matmul(x, _layer_of(layer), device, out, out_dtype, rows_axis=False)
+
+
+def linear(x: Any, layer: PackedLinear, *, device: str | None = None, out_dtype: Any = None) -> Any:
+    """``y = x W + bias`` over the last axis: [..., K] -> [..., N]. Arguments as in `gemm`."""
+    layer = _layer_of(layer)
+    shape = getattr(x, "shape", None)
+    if shape is None or len(shape) < 1:
+        raise ShapeError(f"x has no axis of K = {layer.k} input channels")
+    if shape[-1] != layer.k:
+        raise ShapeError(f"x has shape {list(shape)}: the last axis must be K = {layer.k} (layer {layer.name!r})")
+    if len(shape) == 1:
+        return gemv(x, layer, device=device, out_dtype=out_dtype)
+    rows = 1
+    for extent in shape[:-1]:
+        rows *= extent
+    y = gemm(x.reshape(rows, layer.k), layer, device=device, out_dtype=out_dtype)
+    return y.reshape(*shape[:-1], layer.n)

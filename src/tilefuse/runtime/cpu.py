@@ -1,0 +1,86 @@
+"""The CPU device: the C++ kernels, straight from the packed tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tilefuse import _core
+from tilefuse.arrays import FloatArray
+from tilefuse.errors import DeviceError
+from tilefuse.packed import PackedLinear, native_layout
+
+
+def _native_of(layer: PackedLinear) -> tuple[Any, int, int, int]:
+    """(layout, data, perm, bias) for C++; made once a layer, kept in its __dict__."""
+    state = layer.__dict__.get("_cpu_native")
+    if state is None:
+        state = (
+            native_layout(layer.layout),
+            layer.data.ctypes.data,
+            0 if layer.perm is None else layer.perm.ctypes.data,
+            0 if layer.bias is None else layer.bias.ctypes.data,
+        )
+        layer.__dict__["_cpu_native"] = state
+    return state  # type: ignore[no-any-return]
+
+
+class CpuDevice:
+    """Multiplies on the CPU at the best instruction set it has; multi-threaded, without the GIL."""
+
+    name = "cpu"
+
+    def matmul(self, x: FloatArray, layer: PackedLinear, y: FloatArray) -> None:
+        layout, data, perm, bias = _native_of(layer)
+        rows = x.shape[0] if len(x.shape) == 2 else 1
+        _core.matmul(
+            layout, data, x.address, int(x.kind), x.row_stride, rows, perm, bias, y.address, int(y.kind), y.row_stride
+        )
+
+
+def cpu_levels() -> list[str]:
+    """Instruction-set levels that this CPU can run, best last.
+
+    "avx512_bf16_model", where present, is first: it runs the AVX512_BF16 kernels with that extension's instructions
+    modelled, for tests on CPUs that lack it, and is never chosen unless named.
+    """
+    return list(_core.cpu_levels())
+
+
+def cpu_level() -> str:
+    """The level in force: TILEFUSE_CPU_LEVEL when it names an available one, else the best."""
+    return str(_core.cpu_level())
+
+
+@contextmanager
+def force_cpu_level(name: str) -> Iterator[None]:
+    """Runs the CPU kernels at another level within the block; for the whole process.
+
+    Raises:
+        DeviceError: This CPU can't run that level.
+    """
+    if name not in _core.cpu_levels():
+        raise DeviceError(f"CPU level {name!r}: this CPU has {', '.join(_core.cpu_levels())}")
+    before = _core.cpu_level()
+    _core.set_cpu_level(name)
+    try:
+        yield
+    finally:
+        _core.set_cpu_level(before)
+
+
+def get_num_threads() -> int:
+    """Threads that a call may use: TILEFUSE_NUM_THREADS, else OMP_NUM_THREADS, else the CPUs of this process."""
+    return int(_core.num_threads())
+
+
+def set_num_threads(n: int) -> None:
+    """Sets the number of threads, 1 to 256, from the next call on.
+
+    Raises:
+        DeviceError: ``n`` is outside that range.
+    """
+    if not 1 <= n <= 256:
+        raise DeviceError(f"num_threads = {n}: pass 1 to 256")
+    _core.set_num_threads(n)

@@ -1,0 +1,126 @@
+"""The numerics gate: what a product must satisfy on every device.
+
+The reference is ``y = bf16(x) @ bf16(W) + bias`` in float64. The error of an element is taken relative to
+``|x| @ |W| + |bias|``, what a backward-stable sum is held to: it does not shrink when the terms cancel, unlike the plain
+relative error, and it sees every element, unlike a cosine.
+
+With u the unit roundoff of bfloat16 (2^-9), a kernel may differ from the reference by
+
+* u per weight: one that keeps ``(q - z) s`` exact, where the reference rounds it to bfloat16;
+* K 2^-24 from summing K products in float32, in any order (gamma_K of Higham's Accuracy and Stability, section 3.1);
+* the unit roundoff of the result's dtype.
+
+Their sum bounds the largest error. A mean over many independent roundings is below half of it; a bias (truncating
+instead of rounding to nearest, say) doubles the mean long before it moves the maximum, so the mean is gated too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefuse.arrays import BFLOAT16, FloatType, numpy_dtype, view_rows
+from tilefuse.packed import PackedLinear
+
+UNIT_ROUNDOFF = {FloatType.F32: 2.0**-24, FloatType.BF16: 2.0**-9, FloatType.F16: 2.0**-11}
+"""Unit roundoff of each result dtype."""
+
+NOT_CANCELLED = 0.25
+"""A result at least this fraction of ``|x| @ |W|`` counts as not cancelled: its plain relative error is gated too."""
+
+
+@dataclass(frozen=True)
+class GemmError:
+    """How far a result is from the reference.
+
+    Attributes:
+        max: Largest ``|y - ref| / (|x| @ |W| + |bias|)``.
+        mean: Mean of it.
+        relative: Largest ``|y - ref| / |ref|`` over the results that are not cancelled (0 when there are none).
+        bound: Bound on ``max``; the mean is held to half of it, ``relative`` to ``bound / NOT_CANCELLED``.
+    """
+
+    max: float
+    mean: float
+    relative: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the gate holds."""
+        return self.max <= self.bound and self.mean <= self.bound / 2 and self.relative <= self.bound / NOT_CANCELLED
+
+
+def gemm_bound(k: int, kind: FloatType) -> float:
+    """Bound on the largest error for K = ``k`` and results of that type (see the module's text)."""
+    return 2.0**-9 + k * 2.0**-24 + UNIT_ROUNDOFF[kind]
+
+
+def gemm_error(y: Any, x: Any, layer: PackedLinear | npt.NDArray[Any], bias: npt.NDArray[Any] | None = None) -> GemmError:
+    """Measures ``y`` against the float64 reference.
+
+    Args:
+        y: [M, N] or [N]; the dtype sets the bound.
+        x: [M, K] or [K].
+        layer: A packed layer, or W [K, N] itself (rounded to bfloat16 here).
+        bias: [N] when ``layer`` is an array; a packed layer brings its own.
+
+    Raises:
+        AssertionError: A result is not finite where the reference is finite in y's dtype, or the other way round.
+    """
+    y_view, x_view = view_rows(y, "y"), view_rows(x, "x")
+    assert y_view is not None
+    assert x_view is not None
+    if isinstance(layer, PackedLinear):
+        weights, bias = layer.dequantize(), layer.bias
+    else:
+        weights = layer.astype(BFLOAT16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        w = weights.astype(np.float64)
+        x64 = x_view.numpy().astype(BFLOAT16).astype(np.float64)
+        reference = x64 @ w
+        magnitude = np.abs(x64) @ np.abs(w)
+        if bias is not None:
+            reference = reference + bias
+            magnitude = magnitude + np.abs(bias)
+        got = y_view.numpy().astype(np.float64)
+        assert got.shape == reference.shape, f"y has shape {got.shape}, the reference {reference.shape}"
+        in_range = np.isfinite(reference.astype(numpy_dtype(y_view.kind)))
+        # Next to the largest finite value either side may round to Inf.
+        near_limit = np.abs(reference) > 0.98 * float(_largest(y_view.kind))
+        wrong = np.isfinite(got) != in_range
+        assert not np.any(wrong & ~near_limit), "finite where the reference is not, or the other way round"
+        both = in_range & np.isfinite(got)
+        error = np.abs(got - reference)[both]
+        scale = magnitude[both]
+        ratio = np.divide(error, scale, out=np.where(error == 0, 0.0, np.inf), where=scale > 0)
+        steady = np.abs(reference[both]) >= NOT_CANCELLED * scale
+        steady &= scale > 0
+        relative = error[steady] / np.abs(reference[both][steady])
+    return GemmError(
+        max=float(ratio.max(initial=0.0)),
+        mean=float(ratio.mean()) if ratio.size else 0.0,
+        relative=float(relative.max(initial=0.0)),
+        bound=gemm_bound(w.shape[0], y_view.kind),
+    )
+
+
+def _largest(kind: FloatType) -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.finfo(numpy_dtype(kind)).max
+
+
+def assert_gemm_close(
+    y: Any, x: Any, layer: PackedLinear | npt.NDArray[Any], bias: npt.NDArray[Any] | None = None
+) -> GemmError:
+    """Asserts that ``y`` passes the gate; arguments as in `gemm_error`, which it returns."""
+    error = gemm_error(y, x, layer, bias)
+    assert error.ok, (
+        f"error max {error.max:.3g} (bound {error.bound:.3g}), mean {error.mean:.3g} (bound {error.bound / 2:.3g}), "
+        f"relative {error.relative:.3g} (bound {error.bound / NOT_CANCELLED:.3g})"
+    )
+    return error
