@@ -25,9 +25,15 @@ void load_row(const MatmulArgs& args, int64_t row, int64_t k, float* out) {
   const int64_t element = args.x_dtype == Dtype::f32 ? 4 : 2;
   const void* from = static_cast<const std::byte*>(args.x) + row * args.x_stride * element;
   switch (args.x_dtype) {
-    case Dtype::f32: load_row<Dtype::f32>(from, args.perm, args.layout.k, out); break;
-    case Dtype::bf16: load_row<Dtype::bf16>(from, args.perm, args.layout.k, out); break;
-    case Dtype::f16: load_row<Dtype::f16>(from, args.perm, args.layout.k, out); break;
+    case Dtype::f32:
+      load_row<Dtype::f32>(from, args.perm, args.layout.k, out);
+      break;
+    case Dtype::bf16:
+      load_row<Dtype::bf16>(from, args.perm, args.layout.k, out);
+      break;
+    case Dtype::f16:
+      load_row<Dtype::f16>(from, args.perm, args.layout.k, out);
+      break;
   }
   std::memset(out + args.layout.k, 0, sizeof(float) * static_cast<size_t>(k - args.layout.k));
 }
@@ -79,7 +85,8 @@ bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, XFormat format
     }
     const auto exponent = static_cast<int>(largest >> 23) - 127;
     if (exponent > 127 || (largest != 0 && exponent < -100)) return false;
-    // The largest magnitude is below 2^(exponent + 1): scaled by 2^(21 - exponent), below 2^22. All-zero: any scale does.
+    // The largest magnitude is below 2^(exponent + 1): scaled by 2^(21 - exponent), below 2^22. All-zero: any scale
+    // does.
     const float up = largest == 0 ? 0.0F : std::ldexp(1.0F, 21 - exponent);
     scales[g] = largest == 0 ? 0.0F : std::ldexp(1.0F, exponent - 21);
     int8_t* out = digits + g * group * kDigits;

@@ -1,8 +1,8 @@
 // Conversions among float16, bfloat16 and float32, on bit patterns: no instruction set, no floating-point mode (flush
 // to zero, say) changes them.
 //
-// Always inlined: these are used in translation units of different instruction sets, and an out-of-line copy compiled for
-// the widest one must not be what the linker keeps.
+// Always inlined: these are used in translation units of different instruction sets, and an out-of-line copy compiled
+// for the widest one must not be what the linker keeps.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,8 @@ inline constexpr uint32_t kFloatExponent = 0x7f800000u;  // all ones: Inf or NaN
   if (magnitude > kFloatExponent) return static_cast<uint16_t>(sign | 0x7e00u);  // NaN
   if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);    // 65520 and above round to Inf
   if (magnitude < 0x38800000u) {
-    // Below 2^-14: adding 0.5 puts the unit of float16's denormals, 2^-24, in float's last place, so the addition rounds.
+    // Below 2^-14: adding 0.5 puts the unit of float16's denormals, 2^-24, in float's last place, so the addition
+    // rounds.
     const float shifted = __builtin_bit_cast(float, magnitude) + 0.5f;
     return static_cast<uint16_t>(sign | (__builtin_bit_cast(uint32_t, shifted) - 0x3f000000u));
   }

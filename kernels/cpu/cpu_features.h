@@ -8,13 +8,13 @@ namespace tilefuse {
 
 // From the least to the most demanding; a CPU that has one has all before it (avx512_bf16_model apart).
 enum class CpuLevel : int {
-  portable = 0,   // plain C++
-  avx2,           // AVX2, FMA, F16C
-  avx512,         // + AVX-512 F, BW, DQ, VL
-  avx512_vnni,    // + AVX512_VNNI
-  avx512_bf16,    // + AVX512_BF16
-  // The avx512_bf16 kernels with VDPBF16PS and VCVTNE2PS2BF16 modelled by AVX-512 F instructions: a way to test them on a
-  // CPU that lacks those two. Never chosen unless asked for.
+  portable = 0,  // plain C++
+  avx2,          // AVX2, FMA, F16C
+  avx512,        // + AVX-512 F, BW, DQ, VL
+  avx512_vnni,   // + AVX512_VNNI
+  avx512_bf16,   // + AVX512_BF16
+  // The avx512_bf16 kernels with VDPBF16PS and VCVTNE2PS2BF16 modelled by AVX-512 F instructions: a way to test them on
+  // a CPU that lacks those two. Never chosen unless asked for.
   avx512_bf16_model,
 };
 

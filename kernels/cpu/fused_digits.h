@@ -1,7 +1,8 @@
 // Fused matmul for few rows on AVX512_VNNI: codes times the activations' digits (matmul_kernels.h), in exact integers.
 //
-// Per group and output channel: D_i = sum q d_i and S_i = sum d_i are 32-bit integers (|D_i| <= 255 * 128 * 128 < 2^24, so
-// converting them to float is exact too), and sum (q - z) x = scale_x * sum_i 256^i (D_i - z S_i): zero points cancel without rounding.
+// Per group and output channel: D_i = sum q d_i and S_i = sum d_i are 32-bit integers (|D_i| <= 255 * 128 * 128 < 2^24,
+// so converting them to float is exact too), and sum (q - z) x = scale_x * sum_i 256^i (D_i - z S_i): zero points
+// cancel without rounding.
 #pragma once
 
 #include <immintrin.h>
@@ -16,12 +17,13 @@ namespace {
 
 constexpr int kVectors = kNt / 16;  // vectors of 32-bit lanes that hold the 64 output channels
 
-// How far ahead of the loads the codes are prefetched: hardware prefetchers stop at each 4 KiB page, a tile is about that.
+// How far ahead of the loads the codes are prefetched: hardware prefetchers stop at each 4 KiB page, a tile is about
+// that.
 constexpr int64_t kPrefetchBytes = 4096;
 
 // dots[i][v]: D_i of output channels 16 v .. 16 v + 15. Adds the group's contribution to acc[0..63].
-inline void finish_group(const TileLayout& layout, const std::byte* tile, int group, const __m512i (&dots)[kDigits][kVectors],
-                         float x_scale, const int32_t* x_sums, float* acc) {
+inline void finish_group(const TileLayout& layout, const std::byte* tile, int group,
+                         const __m512i (&dots)[kDigits][kVectors], float x_scale, const int32_t* x_sums, float* acc) {
   const std::byte* scales = tile + layout.scale_offset + static_cast<int64_t>(group) * kNt * 2;
   const std::byte* zeros = tile + layout.zero_offset;
   const auto load_bf16 = [](const std::byte* p) {
@@ -83,8 +85,8 @@ inline void dots_w4(const std::byte* codes, int blocks, const int8_t* digits, in
 }
 
 template <int kRowsHere>
-inline void group_w4(const TileLayout& layout, const std::byte* tile, int group, const int8_t* digits, int64_t row_stride,
-                     const float* x_scales, const int32_t* x_sums, int64_t groups, float* acc) {
+inline void group_w4(const TileLayout& layout, const std::byte* tile, int group, const int8_t* digits,
+                     int64_t row_stride, const float* x_scales, const int32_t* x_sums, int64_t groups, float* acc) {
   const int blocks = layout.tile_group / kBlock;
   __m512i dots[kRowsHere][kDigits][kVectors];
   for (auto& row : dots) {
@@ -152,16 +154,17 @@ void fused_digits_vnni(const TileRun& run, const DigitRows& x, int rows, float* 
       int r = 0;
       if (layout.bits == 4) {
         for (; r + 2 <= rows; r += 2) {
-          group_w4<2>(layout, tile, g, digits + r * row_stride, row_stride, scales + r * groups, sums + r * groups * kDigits,
-                      groups, acc + r * kNt);
+          group_w4<2>(layout, tile, g, digits + r * row_stride, row_stride, scales + r * groups,
+                      sums + r * groups * kDigits, groups, acc + r * kNt);
         }
         if (r < rows) {
-          group_w4<1>(layout, tile, g, digits + r * row_stride, row_stride, scales + r * groups, sums + r * groups * kDigits,
-                      groups, acc + r * kNt);
+          group_w4<1>(layout, tile, g, digits + r * row_stride, row_stride, scales + r * groups,
+                      sums + r * groups * kDigits, groups, acc + r * kNt);
         }
       } else {
         for (; r < rows; ++r) {
-          group_w8(layout, tile, g, digits + r * row_stride, scales[r * groups], sums + r * groups * kDigits, acc + r * kNt);
+          group_w8(layout, tile, g, digits + r * row_stride, scales[r * groups], sums + r * groups * kDigits,
+                   acc + r * kNt);
         }
       }
     }

@@ -20,8 +20,10 @@ namespace {
 // instruction also flushes denormals; the model keeps them.)
 inline __m512 dot_bf16(__m512 sum, __m512i a, __m512i b) {
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000U));
-  sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)), _mm512_castsi512_ps(_mm512_and_si512(b, high)), sum);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), sum);
+  sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)), _mm512_castsi512_ps(_mm512_and_si512(b, high)),
+                        sum);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)),
+                         sum);
 }
 
 inline __m512i bf16_bits(__m512 v) {
@@ -160,12 +162,18 @@ void panel_rows_bf16(const void* panel_in, int64_t k, const void* x_in, int64_t 
   const auto* x = static_cast<const uint32_t*>(x_in);
   const int64_t pairs = k / 2;
   switch (rows) {
-    case 1: return panel_rows_bf16_n<1>(panel, pairs, x, x_stride, acc, first);
-    case 2: return panel_rows_bf16_n<2>(panel, pairs, x, x_stride, acc, first);
-    case 3: return panel_rows_bf16_n<3>(panel, pairs, x, x_stride, acc, first);
-    case 4: return panel_rows_bf16_n<4>(panel, pairs, x, x_stride, acc, first);
-    case 5: return panel_rows_bf16_n<5>(panel, pairs, x, x_stride, acc, first);
-    default: return panel_rows_bf16_n<6>(panel, pairs, x, x_stride, acc, first);
+    case 1:
+      return panel_rows_bf16_n<1>(panel, pairs, x, x_stride, acc, first);
+    case 2:
+      return panel_rows_bf16_n<2>(panel, pairs, x, x_stride, acc, first);
+    case 3:
+      return panel_rows_bf16_n<3>(panel, pairs, x, x_stride, acc, first);
+    case 4:
+      return panel_rows_bf16_n<4>(panel, pairs, x, x_stride, acc, first);
+    case 5:
+      return panel_rows_bf16_n<5>(panel, pairs, x, x_stride, acc, first);
+    default:
+      return panel_rows_bf16_n<6>(panel, pairs, x, x_stride, acc, first);
   }
 }
 

@@ -1,6 +1,6 @@
 // The float kernels, written once over a SIMD type V and instantiated by the translation unit of each instruction set.
-// V provides: kLanes; F (floats) and I (32-bit integers); load_f, store_f, load_i, load_u8 (kLanes bytes, widened), set1,
-// to_float (of non-negative int lanes), fma, nibble_to_float<j> (bits 4j..4j+3 of every lane).
+// V provides: kLanes; F (floats) and I (32-bit integers); load_f, store_f, load_i, load_u8 (kLanes bytes, widened),
+// set1, to_float (of non-negative int lanes), fma, nibble_to_float<j> (bits 4j..4j+3 of every lane).
 //
 // Weights stay exact here, (q - z) s in float: they are not rounded to bfloat16.
 #pragma once
@@ -41,12 +41,14 @@ inline void transpose_8x8_bytes(const std::byte* in, uint8_t* out, int64_t out_s
   using V16 = uint8_t __attribute__((vector_size(16)));
   V16 a[4];
   std::memcpy(a, in, sizeof(a));
-  // Three rounds of interleaving the first half with the second: each moves one bit of the row number below the column's.
+  // Three rounds of interleaving the first half with the second: each moves one bit of the row number below the
+  // column's.
   for (int round = 0; round < 3; ++round) {
     V16 b[4];
     for (int i = 0; i < 2; ++i) {
       b[2 * i] = __builtin_shufflevector(a[i], a[i + 2], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-      b[2 * i + 1] = __builtin_shufflevector(a[i], a[i + 2], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+      b[2 * i + 1] =
+          __builtin_shufflevector(a[i], a[i + 2], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     }
     std::memcpy(a, b, sizeof(a));
   }
@@ -134,16 +136,23 @@ void panel_rows_f32(const void* panel_in, int64_t k, const void* x_in, int64_t x
   const auto* panel = static_cast<const float*>(panel_in);
   const auto* x = static_cast<const float*>(x_in);
   switch (rows) {
-    case 1: return panel_rows_f32_n<V, 1>(panel, k, x, x_stride, acc, first);
-    case 2: return panel_rows_f32_n<V, 2>(panel, k, x, x_stride, acc, first);
-    case 3: return panel_rows_f32_n<V, 3>(panel, k, x, x_stride, acc, first);
-    case 4: return panel_rows_f32_n<V, 4>(panel, k, x, x_stride, acc, first);
-    case 5: return panel_rows_f32_n<V, 5>(panel, k, x, x_stride, acc, first);
-    default: return panel_rows_f32_n<V, 6>(panel, k, x, x_stride, acc, first);
+    case 1:
+      return panel_rows_f32_n<V, 1>(panel, k, x, x_stride, acc, first);
+    case 2:
+      return panel_rows_f32_n<V, 2>(panel, k, x, x_stride, acc, first);
+    case 3:
+      return panel_rows_f32_n<V, 3>(panel, k, x, x_stride, acc, first);
+    case 4:
+      return panel_rows_f32_n<V, 4>(panel, k, x, x_stride, acc, first);
+    case 5:
+      return panel_rows_f32_n<V, 5>(panel, k, x, x_stride, acc, first);
+    default:
+      return panel_rows_f32_n<V, 6>(panel, k, x, x_stride, acc, first);
   }
 }
 
-// 4-bit codes against kRowsHere rows without a panel: sum q x per group in registers, then the group's scale and offset.
+// 4-bit codes against kRowsHere rows without a panel: sum q x per group in registers, then the group's scale and
+// offset.
 template <class V, int kRowsHere>
 inline void fused_w4_group(const std::byte* codes, int blocks, const float* x, int64_t x_stride,
                            const GroupAffine& affine, float* acc) {
@@ -201,7 +210,8 @@ void fused_w4_f32(const TileRun& run, const float* x, int64_t x_stride, int rows
       const std::byte* codes = tile + g * blocks * (kNt * 4);
       const float* xg = x + kt * kKt + g * layout.tile_group;
       int r = 0;
-      for (; r + 2 <= rows; r += 2) fused_w4_group<V, 2>(codes, blocks, xg + r * x_stride, x_stride, affine, acc + r * kNt);
+      for (; r + 2 <= rows; r += 2)
+        fused_w4_group<V, 2>(codes, blocks, xg + r * x_stride, x_stride, affine, acc + r * kNt);
       if (r < rows) fused_w4_group<V, 1>(codes, blocks, xg + r * x_stride, x_stride, affine, acc + r * kNt);
     }
   }

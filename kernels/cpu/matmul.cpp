@@ -15,8 +15,8 @@
 namespace tilefuse {
 namespace {
 
-// Rows that share one conversion of the activations and one dequantisation of each tile. At 384 rows dequantising is below
-// 3 % of the multiplications on every level; a multiple of kMaxRowsPerPass.
+// Rows that share one conversion of the activations and one dequantisation of each tile. At 384 rows dequantising is
+// below 3 % of the multiplications on every level; a multiple of kMaxRowsPerPass.
 constexpr int64_t kRowsPerChunk = 384;
 
 // Scratch that grows and is kept, one a thread and purpose: no allocation per call once warm.
@@ -52,7 +52,9 @@ void store_row(const MatmulArgs& args, int64_t row, int64_t n_tile, const float*
   for (int64_t i = 0; i < count; ++i) sums[i] = acc[i] + (args.bias == nullptr ? 0.0F : args.bias[n0 + i]);
   const int64_t at = row * args.y_stride + n0;
   switch (args.y_dtype) {
-    case Dtype::f32: std::memcpy(static_cast<float*>(args.y) + at, sums, sizeof(float) * static_cast<size_t>(count)); break;
+    case Dtype::f32:
+      std::memcpy(static_cast<float*>(args.y) + at, sums, sizeof(float) * static_cast<size_t>(count));
+      break;
     case Dtype::bf16:
       for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(args.y)[at + i] = float_to_bf16(sums[i]);
       break;
@@ -94,9 +96,8 @@ bool matmul_digits(const MatmulArgs& args, const MatmulKernels& kernels) {
     }
   }
   const DigitRows x = {.digits = digits, .scales = scales, .sums = sums, .k = k};
-  fused_over_tiles(args, [&](const TileRun& run, float* acc) {
-    kernels.fused_digits(run, x, static_cast<int>(args.m), acc);
-  });
+  fused_over_tiles(
+      args, [&](const TileRun& run, float* acc) { kernels.fused_digits(run, x, static_cast<int>(args.m), acc); });
   return true;
 }
 
@@ -104,9 +105,8 @@ void matmul_fused_f32(const MatmulArgs& args, const MatmulKernels& kernels) {
   const int64_t k = args.layout.k_tiles_used() * kKt;
   auto* x = reinterpret_cast<float*>(t_activations.at_least(rows_bytes(XFormat::f32, args.m, k)));
   for (int64_t r = 0; r < args.m; ++r) write_row(args, r, k, XFormat::f32, x + r * k);
-  fused_over_tiles(args, [&](const TileRun& run, float* acc) {
-    kernels.fused_w4_f32(run, x, k, static_cast<int>(args.m), acc);
-  });
+  fused_over_tiles(
+      args, [&](const TileRun& run, float* acc) { kernels.fused_w4_f32(run, x, k, static_cast<int>(args.m), acc); });
 }
 
 // Rows [row0, row0 + rows) of one output tile by way of panels. `x` holds those rows.
@@ -140,11 +140,10 @@ void matmul_panels(const MatmulArgs& args, const MatmulKernels& kernels) {
   for (int64_t row0 = 0; row0 < args.m; row0 += kRowsPerChunk) {
     const int64_t rows = std::min(kRowsPerChunk, args.m - row0);
     std::byte* x = t_activations.at_least(rows * row_bytes);
-    pool.parallel_for(rows, [&](int64_t r, int) {
-      write_row(args, row0 + r, k, kernels.panel_format, x + r * row_bytes);
-    });
-    // A layer with few output tiles is also split by rows, in halves while every part keeps 96 rows: enough that dequantising
-    // a tile once more stays cheap, and every thread has work.
+    pool.parallel_for(rows,
+                      [&](int64_t r, int) { write_row(args, row0 + r, k, kernels.panel_format, x + r * row_bytes); });
+    // A layer with few output tiles is also split by rows, in halves while every part keeps 96 rows: enough that
+    // dequantising a tile once more stays cheap, and every thread has work.
     int64_t parts = 1;
     while (n_tiles * parts < 4 * pool.num_threads() && rows / (2 * parts) >= 96) parts *= 2;
     const int64_t part_rows = (rows / parts + kMaxRowsPerPass) / kMaxRowsPerPass * kMaxRowsPerPass;
@@ -161,12 +160,18 @@ void matmul_panels(const MatmulArgs& args, const MatmulKernels& kernels) {
 const MatmulKernels& matmul_kernels(CpuLevel level) {
 #if defined(__x86_64__)
   switch (level) {
-    case CpuLevel::avx2: return matmul_kernels_avx2();
-    case CpuLevel::avx512: return matmul_kernels_avx512();
-    case CpuLevel::avx512_vnni: return matmul_kernels_avx512_vnni();
-    case CpuLevel::avx512_bf16: return matmul_kernels_avx512_bf16();
-    case CpuLevel::avx512_bf16_model: return matmul_kernels_avx512_bf16_model();
-    case CpuLevel::portable: break;
+    case CpuLevel::avx2:
+      return matmul_kernels_avx2();
+    case CpuLevel::avx512:
+      return matmul_kernels_avx512();
+    case CpuLevel::avx512_vnni:
+      return matmul_kernels_avx512_vnni();
+    case CpuLevel::avx512_bf16:
+      return matmul_kernels_avx512_bf16();
+    case CpuLevel::avx512_bf16_model:
+      return matmul_kernels_avx512_bf16_model();
+    case CpuLevel::portable:
+      break;
   }
 #else
   static_cast<void>(level);

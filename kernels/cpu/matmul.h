@@ -27,8 +27,8 @@ struct MatmulArgs {
   int64_t y_stride = 0;
 };
 
-// Runs at current_level() on the process's thread pool. Activations are rounded to bfloat16 once; products are summed in
-// float over all of K; the result is rounded once. The same bits for every number of threads.
+// Runs at current_level() on the process's thread pool. Activations are rounded to bfloat16 once; products are summed
+// in float over all of K; the result is rounded once. The same bits for every number of threads.
 //
 // Error against the float64 product of bf16(x) and bf16((q - z) s), elementwise, as a fraction of |x| @ |W|: at most
 // 2^-9 from rounding the weight (paths that keep it exact differ from the reference by that much) plus K 2^-24 from the

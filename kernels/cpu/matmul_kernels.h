@@ -17,9 +17,10 @@ enum class XFormat : int {
   digits8,     // Digits, bytes of a block in natural order (8-bit codes)
 };
 
-// Activations as exact integers: in each group of tile_group input channels x = scale * (d0 + 256 d1 + 65536 d2) with signed
-// 8-bit digits and a power-of-two scale. 22 bits below the group's largest magnitude: an element down to 2^-14 of the
-// largest keeps all 8 bits of its bfloat16 significand, and a smaller one is off by at most 2^-22 of the largest.
+// Activations as exact integers: in each group of tile_group input channels x = scale * (d0 + 256 d1 + 65536 d2) with
+// signed 8-bit digits and a power-of-two scale. 22 bits below the group's largest magnitude: an element down to 2^-14
+// of the largest keeps all 8 bits of its bfloat16 significand, and a smaller one is off by at most 2^-22 of the
+// largest.
 inline constexpr int kDigits = 3;
 
 struct DigitRows {

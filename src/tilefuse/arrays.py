@@ -11,7 +11,7 @@ import numpy as np
 
 from tilefuse.errors import DtypeError, ShapeError
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 
 class FloatType(enum.IntEnum):
@@ -22,7 +22,11 @@ class FloatType(enum.IntEnum):
     F16 = 2
 
 
-_NUMPY = {FloatType.F32: np.dtype(np.float32), FloatType.BF16: BFLOAT16, FloatType.F16: np.dtype(np.float16)}
+_NUMPY: dict[FloatType, np.dtype[Any]] = {
+    FloatType.F32: np.dtype(np.float32),
+    FloatType.BF16: BFLOAT16,
+    FloatType.F16: np.dtype(np.float16),
+}
 _FROM_NUMPY = {dtype: kind for kind, dtype in _NUMPY.items()}
 _NAMES = {"float32": FloatType.F32, "bfloat16": FloatType.BF16, "float16": FloatType.F16}
 _TAKEN = "float32, bfloat16 (ml_dtypes or torch) or float16"

@@ -33,7 +33,9 @@ def _matmul(x: Any, layer: PackedLinear, device: str | None, out: Any, out_dtype
     shape = view.shape
     if len(shape) != (2 if rows_axis else 1) or shape[-1] != layer.k:
         wanted = f"[M, {layer.k}]" if rows_axis else f"[{layer.k}]"
-        raise ShapeError(f"x has shape {list(shape)}: layer {layer.name!r} takes {wanted} (K = {layer.k} input channels)")
+        raise ShapeError(
+            f"x has shape {list(shape)}: layer {layer.name!r} takes {wanted} (K = {layer.k} input channels)"
+        )
     y_shape = (*shape[:-1], layer.n)
     if out is None:
         kind = view.kind if out_dtype is None else float_type(out_dtype, "out_dtype")
@@ -70,8 +72,8 @@ def _address_of(array: Any) -> int:
 def gemm(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = None, out_dtype: Any = None) -> Any:
     """``y = x W + bias`` for a matrix of activations.
 
-    Activations are rounded to bfloat16, products are summed in float32 over all of K, and the result is rounded once; see
-    docs/numerics.md for the bound.
+    Activations are rounded to bfloat16, products are summed in float32 over all of K, and the result is rounded once;
+    `tilefuse.testing` states the bound.
 
     Args:
         x: [M, K] float32, bfloat16 or float16; NumPy (ml_dtypes for bfloat16) or a torch CPU tensor; any strides; M may

@@ -1,5 +1,5 @@
-// Bindings of the CPU kernels. Arguments are checked in Python (tilefuse/runtime/cpu.py); addresses arrive as integers because
-// NumPy has no bfloat16 of its own and torch tensors need no copy that way.
+// Bindings of the CPU kernels. Arguments are checked in Python (tilefuse/runtime/cpu.py); addresses arrive as integers
+// because NumPy has no bfloat16 of its own and torch tensors need no copy that way.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -23,7 +23,7 @@ def _native_of(layer: PackedLinear) -> tuple[Any, int, int, int]:
             0 if layer.bias is None else layer.bias.ctypes.data,
         )
         layer.__dict__["_cpu_native"] = state
-    return state  # type: ignore[no-any-return]
+    return state
 
 
 class CpuDevice:
