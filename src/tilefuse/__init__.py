@@ -1,17 +1,21 @@
 """Quantised linear layers straight from packed 4- and 8-bit weights, on AMD XDNA2 NPUs and any CPU."""
 
 from tilefuse import errors
+from tilefuse.formats import Checkpoint, LinearInfo, open_checkpoint
 from tilefuse.layout import Layout, ZeroKind
 from tilefuse.ops import gemm, gemv, linear
 from tilefuse.packed import PackedLinear, pack, packed_nbytes, unpack
+from tilefuse.quantize import quantize_linear
 from tilefuse.quantized import CodeOrder, QuantizedLinear
 from tilefuse.runtime import default_device, get_num_threads, set_default_device, set_num_threads
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
     "CodeOrder",
     "Layout",
+    "LinearInfo",
     "PackedLinear",
     "QuantizedLinear",
     "ZeroKind",
@@ -22,8 +26,10 @@ __all__ = [
     "gemv",
     "get_num_threads",
     "linear",
+    "open_checkpoint",
     "pack",
     "packed_nbytes",
+    "quantize_linear",
     "set_default_device",
     "set_num_threads",
     "unpack",

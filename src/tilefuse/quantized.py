@@ -6,10 +6,15 @@ Notation: K input channels, N output channels, group g, G = ceil(K / g); q a cod
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
+
+from tilefuse import validation
+from tilefuse.codes import unpack
 
 Array = npt.NDArray[Any]
 
@@ -77,3 +82,57 @@ class QuantizedLinear:
     bias: Array | None = field(default=None, repr=False)
     perm: Array | None = field(default=None, repr=False)
     symmetric: bool = False
+
+    def codes_kn(self) -> npt.NDArray[np.uint8]:
+        """The codes as uint8 [K, N], C-contiguous, rows sorted by ``perm`` where there is one.
+
+        A new array, except that `CodeOrder.KN` without ``perm`` returns ``codes`` itself.
+        """
+        out = unpack(self.codes, self.order, self.k, self.n, self.bits)
+        return out if self.perm is None else out[self.perm]
+
+    def dequantize(self) -> npt.NDArray[np.float32]:
+        """The weights as float32 [K, N] in the checkpoint's own order of inputs, so ``y = x @ dequantize() + bias``.
+
+        Exact for float16 and bfloat16 scales with integer zero points: a code difference has 9 bits and such a scale at
+        most 11. With float32 scales the product, and with ``mins`` the sum, is rounded once to float32.
+        """
+        weights = self.codes_kn().astype(np.float32)
+        scales = self.scales.astype(np.float32)
+        whole = self.k // self.group  # groups that are not short
+        head = weights[: whole * self.group].reshape(whole, self.group, self.n)
+        tail = weights[whole * self.group :]
+        # float32 throughout: a scale that overflows float16 arithmetic must not do so here.
+        if self.mins is None:
+            assert self.zeros is not None
+            zeros = self.zeros.astype(np.float32)
+            head -= zeros[:whole, None, :]
+            head *= scales[:whole, None, :]
+            tail -= zeros[whole:]
+            tail *= scales[whole:]
+        else:
+            mins = self.mins.astype(np.float32)
+            head *= scales[:whole, None, :]
+            head += mins[:whole, None, :]
+            tail *= scales[whole:]
+            tail += mins[whole:]
+        if self.perm is None:
+            return weights
+        out = np.empty_like(weights)
+        out[self.perm] = weights
+        return out
+
+    def validate(self, *, where: Mapping[str, str] | None = None) -> None:
+        """Check every shape, dtype and value that the packer and the kernels rely on.
+
+        Args:
+            where: What to call an attribute in messages (``{"scales": "'h.0.weight_scale' in 'model.safetensors'"}``);
+                the default is the layer's name and the attribute's.
+
+        Raises:
+            ShapeError: An array does not have the shape that k, n, bits, group and order imply.
+            DtypeError: An array has a dtype that is not taken.
+            QuantizationError: A scale, minimum or bias is NaN or infinite or overflows bfloat16; a code or a zero point
+                is above 2^bits - 1; ``perm`` is not a permutation.
+        """
+        validation.check(self, where or {})

@@ -1,0 +1,283 @@
+"""Writing checkpoints in the AutoAWQ `gemm` layout, which most software that runs AWQ models reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from tilefuse.codes import WORD_BITS, pack_awq, pack_last
+from tilefuse.errors import FormatError, QuantizationError, UnsupportedFormatError
+from tilefuse.formats import plain
+from tilefuse.formats.config import CONFIG
+from tilefuse.formats.safetensors_map import DTYPES, INDEX, SINGLE
+from tilefuse.quantized import CodeOrder, QuantizedLinear
+
+Array = npt.NDArray[Any]
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+"""The size that AutoAWQ splits at."""
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_COPY_BYTES = 1 << 22
+_HEADER_ALIGNMENT = 8
+
+
+def write(
+    path: str | Path,
+    layers: Iterable[QuantizedLinear],
+    *,
+    config: Mapping[str, Any] | None = None,
+    extra_tensors: Mapping[str, Array] | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Save a checkpoint in the AutoAWQ `gemm` layout: safetensors files, their index, and ``config.json``.
+
+    The directory appears whole or not at all: everything is written under a temporary name beside it and renamed.
+    Layers are taken one at a time, so a generator keeps memory to one layer.
+
+    8-bit layers are written in natural order, an extension that gptqmodel 7 reads and AutoAWQ itself does not. Zero
+    points are always written, the midpoint for symmetric layers.
+
+    Args:
+        path: Directory to make; it must not exist, or be empty.
+        layers: Quantised layers with names, all of the same bits and group size (or all with one group a channel).
+        config: The model's ``config.json``; ``quantization_config`` is set here, and keys of one that is given are kept
+            where they say nothing of the layout.
+        extra_tensors: Whatever else belongs to the model: embeddings, norms, unquantised weights.
+        shard_bytes: Start another file rather than let one exceed this many bytes of tensors.
+
+    Raises:
+        UnsupportedFormatError: The format cannot hold a layer: N or K not a multiple of what it needs, float minima, a
+            permutation of the inputs, another bits or group size than the first layer's.
+        QuantizationError: A layer is invalid, or has scales that float16 can't hold exactly.
+        FormatError: Two tensors have the same name, or a tensor has a dtype that safetensors has no name for.
+        FileExistsError: ``path`` exists and is not an empty directory.
+    """
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} exists and is not an empty directory; remove it or choose another")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.parent / f".{path.name}.{uuid.uuid4().hex}.partial"
+    partial.mkdir()
+    try:
+        scheme = _Scheme()
+        # Descending item size keeps every tensor aligned without holes, which the container forbids.
+        extras = sorted((extra_tensors or {}).items(), key=lambda item: -item[1].dtype.itemsize)
+        with contextlib.closing(_Shards(partial, shard_bytes)) as shards:
+            for layer in layers:
+                scheme.add(layer)
+                for name, array in _encode(layer).items():
+                    shards.add(name, array)
+            for name, array in extras:
+                shards.add(name, array)
+            shards.finish()
+        merged = dict(config or {})
+        merged["quantization_config"] = scheme.config(merged.get("quantization_config") or {}, dict(extras))
+        _write_json(partial / CONFIG, merged)
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+class _Scheme:
+    """The bits and group size that all layers of a checkpoint must share, as the configuration states them once."""
+
+    def __init__(self) -> None:
+        self._bits: int | None = None
+        self._groups: set[int] = set()
+        self._all_channel = True
+
+    def add(self, layer: QuantizedLinear) -> None:
+        """Take a layer into account, or refuse it."""
+        if self._bits not in (None, layer.bits):
+            raise UnsupportedFormatError(
+                f"layer {layer.name!r}: bits = {layer.bits}, and the layers before have {self._bits}; AutoAWQ has one "
+                "for all"
+            )
+        self._bits = layer.bits
+        groups = self._groups | {layer.group}
+        channel = self._all_channel and layer.group == layer.k
+        if len(groups) > 1 and not channel:
+            raise UnsupportedFormatError(
+                f"layer {layer.name!r}: group size {layer.group}, and the layers before have "
+                f"{'/'.join(map(str, sorted(self._groups)))}; AutoAWQ has one group size for all"
+            )
+        self._groups, self._all_channel = groups, channel
+
+    def config(self, given: Mapping[str, Any], extras: Mapping[str, Array]) -> dict[str, Any]:
+        """The ``quantization_config``."""
+        left = sorted(
+            name.removesuffix(".weight")
+            for name, array in extras.items()
+            if plain.is_linear(name, array.dtype, array.shape)
+        )
+        group = self._groups.copy().pop() if len(self._groups) == 1 else -1
+        return {
+            "modules_to_not_convert": left or None,
+            **given,
+            "quant_method": "awq",
+            "bits": self._bits or 4,
+            "group_size": group,
+            "zero_point": True,
+            "version": "gemm",
+        }
+
+
+def _encode(layer: QuantizedLinear) -> dict[str, Array]:
+    """The tensors of a layer, or the reason why the format has none for it."""
+    layer.validate()
+    where = f"layer {layer.name!r}"
+    assert layer.zeros is not None or layer.mins is not None
+    if not layer.name:
+        raise FormatError("a layer without a name cannot be written")
+    if layer.zeros is None:
+        raise UnsupportedFormatError(f"{where} has float minima; AutoAWQ 'gemm' has integer zero points: requantise")
+    if layer.perm is not None:
+        raise UnsupportedFormatError(f"{where} permutes its inputs; AutoAWQ has no activation order: requantise")
+    if layer.k % layer.group:
+        raise UnsupportedFormatError(
+            f"{where}: K = {layer.k} is not a multiple of the group size {layer.group}, as AutoAWQ needs; requantise"
+        )
+    per_word = WORD_BITS // layer.bits
+    if layer.n % per_word:
+        raise UnsupportedFormatError(f"{where}: N = {layer.n} is not a multiple of {per_word}, as AutoAWQ words need")
+    stored_order = CodeOrder.WORDS_N_AWQ if layer.bits == 4 else CodeOrder.WORDS_N
+    zeros = np.ascontiguousarray(layer.zeros)
+    tensors = {
+        "qweight": layer.codes if layer.order is stored_order else _words(layer.codes_kn(), layer.bits),
+        "qzeros": _words(zeros, layer.bits),
+        "scales": _half(layer.scales, where),
+    }
+    if layer.bias is not None:
+        tensors["bias"] = _narrow(layer.bias)
+    return {f"{layer.name}.{suffix}": array for suffix, array in tensors.items()}
+
+
+def _words(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int32]:
+    return pack_awq(codes) if bits == 4 else pack_last(codes, bits)
+
+
+def _half(scales: Array, where: str) -> npt.NDArray[np.float16]:
+    """Scales in float16, as all readers expect, if nothing is lost."""
+    wide = scales.astype(np.float32)
+    with np.errstate(over="ignore"):
+        half = wide.astype(np.float16)
+    lost = half.astype(np.float32) != wide
+    if lost.any():
+        at = np.unravel_index(int(np.argmax(lost)), lost.shape)
+        raise QuantizationError(
+            f"{where}: scale {float(wide[at])!r} at {[int(i) for i in at]} is not exact in float16, the format's "
+            "dtype; quantise with quantize_linear(..., scale_dtype='float16')"
+        )
+    return half
+
+
+def _narrow(bias: npt.NDArray[np.float32]) -> Array:
+    """A bias in float16, or bfloat16, where that is exact; readers take any float dtype."""
+    for dtype in (np.dtype(np.float16), BF16):
+        with np.errstate(over="ignore"):
+            narrow = bias.astype(dtype)
+        if np.array_equal(narrow.astype(np.float32), bias):
+            return narrow
+    return bias
+
+
+class _Shards:
+    """Streams tensors into safetensors files whose headers are known only once their last tensor is.
+
+    The data of a file goes to a nameless one first; the header, and then that data, follow when it is complete.
+    """
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self._directory = directory
+        self._limit = limit
+        self._shards: list[list[str]] = []  # names of the tensors of each finished file
+        self._seen: set[str] = set()
+        self._header: dict[str, Any] = {}
+        self._size = 0
+        self._total = 0
+        self._body: IO[bytes] | None = None
+
+    def add(self, name: str, array: Array) -> None:
+        """Append a tensor."""
+        if name in self._seen or name == "__metadata__":
+            raise FormatError(f"tensor {name!r} occurs twice or has a reserved name")
+        if array.dtype not in _DTYPE_NAMES:
+            raise FormatError(f"tensor {name!r} has dtype {array.dtype}, which safetensors has no name for")
+        if self._header and self._size + array.nbytes > self._limit:
+            self._end_shard()
+        if self._body is None:
+            self._body = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115  (closed by close)
+        self._body.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        self._seen.add(name)
+        self._header[name] = {
+            "dtype": _DTYPE_NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [self._size, self._size + array.nbytes],
+        }
+        self._size += array.nbytes
+
+    def close(self) -> None:
+        """Drop the data of an unfinished file."""
+        if self._body is not None:
+            self._body.close()
+            self._body = None
+
+    def finish(self) -> None:
+        """End the last file, give all their names, and write the index if there are several."""
+        self._end_shard()
+        count = len(self._shards)
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self._shards):
+            name = SINGLE if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors"
+            self._part(i).rename(self._directory / name)
+            weight_map |= dict.fromkeys(names, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            _write_json(self._directory / INDEX, index)
+
+    def _part(self, i: int) -> Path:
+        return self._directory / f"part-{i}"
+
+    def _end_shard(self) -> None:
+        # transformers refuses files that do not name their framework.
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self._header}, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % _HEADER_ALIGNMENT)
+        with self._part(len(self._shards)).open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            if self._body is not None:
+                self._body.seek(0)
+                shutil.copyfileobj(self._body, file, _COPY_BYTES)
+            _sync(file)
+        self.close()
+        self._shards.append(list(self._header))
+        self._total += self._size
+        self._header, self._size = {}, 0
+
+
+def _sync(file: IO[Any]) -> None:
+    """A rename must not reach the disk before the data does."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        _sync(file)
