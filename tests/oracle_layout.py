@@ -101,12 +101,10 @@ def encode(codes: Array, order: CodeOrder, bits: int, rng: np.random.Generator) 
         case CodeOrder.ROWS_N_INT8:
             return (np.ascontiguousarray(codes.T).astype(np.int16) - 128).astype(np.int8)
         case CodeOrder.ROWS_N_FAST:
-            words = np.zeros((n // 4, k), np.uint16)
-            for channel in range(n):
-                tiles = codes[:, channel].astype(np.uint16).reshape(k // 64, 2, 4, 8)  # [tile, run, nibble, word]
-                packed = tiles[:, :, 0] | tiles[:, :, 1] << 4 | tiles[:, :, 2] << 8 | tiles[:, :, 3] << 12
-                at = channel % 4 * 16
-                words.reshape(n // 4, k // 64, 64)[channel // 4, :, at : at + 16] = packed.reshape(k // 64, 16)
+            # [n tile, channel, k tile, run, nibble, word]
+            tiles = codes.T.astype(np.uint16).reshape(n // 4, 4, k // 64, 2, 4, 8)
+            packed = tiles[..., 0, :] | tiles[..., 1, :] << 4 | tiles[..., 2, :] << 8 | tiles[..., 3, :] << 12
+            words = np.ascontiguousarray(packed.transpose(0, 2, 1, 3, 4)).reshape(n // 4, k)
             return words.view(np.int16)
 
 

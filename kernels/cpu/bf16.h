@@ -32,16 +32,17 @@ inline constexpr uint32_t kFloatExponent = 0x7f800000u;  // all ones: Inf or NaN
 // float -> nearest bfloat16, as a float.
 [[nodiscard]] TILEFUSE_ALWAYS_INLINE float round_to_bf16(float value) { return bf16_to_float(float_to_bf16(value)); }
 
-// Exact. Inf and NaN keep an exponent of all ones.
+// Exact, and without a branch, so that loops over it vectorise. Inf and NaN keep an exponent of all ones.
 [[nodiscard]] TILEFUSE_ALWAYS_INLINE uint32_t half_to_float_bits(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = half & 0x7fffu;
-  if (magnitude >= 0x7c00u) return sign | kFloatExponent | ((magnitude & 0x3ffu) << 13);
-  if (magnitude >= 0x0400u) return sign | ((magnitude << 13) + ((127u - 15u) << 23));
-  if (magnitude == 0) return sign;
-  // Denormal, magnitude * 2^-24: its leading one becomes the implicit bit.
-  const auto top = 31u - static_cast<uint32_t>(__builtin_clz(magnitude));
-  return sign | ((top + 127u - 24u) << 23) | ((magnitude << (23u - top)) & 0x7fffffu);
+  const uint32_t moved = (magnitude << 13) + ((127u - 15u) << 23);
+  // A denormal, m 2^-24, becomes 2^-14 + m 2^-24 with the smallest normal exponent; the subtraction is exact.
+  const uint32_t smallest = (127u - 14u) << 23;
+  const uint32_t denormal =
+      __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, moved + (1u << 23)) - __builtin_bit_cast(float, smallest));
+  const uint32_t special = moved + ((127u - 15u) << 23);
+  const uint32_t bits = magnitude >= 0x7c00u ? special : magnitude < 0x0400u ? denormal : moved;
+  return bits | static_cast<uint32_t>(half & 0x8000u) << 16;
 }
 
 [[nodiscard]] TILEFUSE_ALWAYS_INLINE float half_to_float(uint16_t half) {

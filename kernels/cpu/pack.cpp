@@ -14,10 +14,12 @@
 namespace tilefuse {
 namespace {
 
-// Tiles that one thread packs at a time, along K and along N. A checkpoint row that runs along N gives a tile 32 or 64
-// bytes of each of 128 rows, one that runs along K 64 or 128 bytes of each of 64: four neighbours together use whole
-// cache lines and what the prefetcher brought, and the sixteen fit the L2 cache (two times 16 x 8 KiB at most).
-constexpr int kPatch = 4;
+// Tiles that one thread packs at a time. A checkpoint row that runs along N gives a tile only 32 or 64 bytes of each of
+// 128 rows: four neighbours use the whole of the two cache lines that arrive together. Along K, the reader's prefetch
+// runs over the tiles of the patch. The patch's input (4 x 8 x 8 KiB at most, of 1024 pages) stays in the L2 cache and
+// its TLB.
+constexpr int kPatchN = 4;
+constexpr int kPatchK = 8;
 
 using IssueKind = PackIssue::Kind;
 
@@ -52,39 +54,49 @@ class Issues {
 
 [[nodiscard]] bool finite_bf16(uint16_t bits) { return (bits & 0x7f80u) != 0x7f80u; }
 
-// One value as bfloat16; Inf when it overflows, and not finite when it is not.
-[[nodiscard]] uint16_t load_bf16(const FloatGrid& grid, int64_t index) {
-  uint16_t half;
-  uint32_t word;
-  switch (grid.kind) {
-    case FloatKind::bf16:
-      std::memcpy(&half, static_cast<const uint8_t*>(grid.data) + 2 * index, sizeof(half));
-      return half;
-    case FloatKind::f16:
-      std::memcpy(&half, static_cast<const uint8_t*>(grid.data) + 2 * index, sizeof(half));
-      word = half_to_float_bits(half);
-      break;
-    case FloatKind::f32:
-    default:
-      std::memcpy(&word, static_cast<const uint8_t*>(grid.data) + 4 * index, sizeof(word));
-      break;
+// 64 source values of type T, of which `count` are real, the others 0.
+template <typename T>
+void gather(const void* data, int64_t first, int64_t stride, int count, T (&values)[kNt]) {
+  const auto* bytes = static_cast<const uint8_t*>(data) + first * static_cast<int64_t>(sizeof(T));
+  if (stride == 1 && count == kNt) {
+    std::memcpy(values, bytes, sizeof(values));
+    return;
   }
-  // Rounding could carry a NaN into a number.
-  if ((word & kFloatExponent) == kFloatExponent) return static_cast<uint16_t>(word >> 16);
-  return float_bits_to_bf16(word);
+  std::fill(values, values + kNt, T{0});
+  for (int n = 0; n < count; ++n)
+    std::memcpy(&values[n], bytes + n * stride * static_cast<int64_t>(sizeof(T)), sizeof(T));
 }
 
-// 64 values of one group, of which `count` are real.
+// Inf and NaN stay not finite: rounding could carry a NaN into a number.
+[[nodiscard]] inline uint16_t round_scale(uint32_t bits) {
+  const bool finite = (bits & kFloatExponent) != kFloatExponent;
+  return finite ? float_bits_to_bf16(bits) : static_cast<uint16_t>(kFloatExponent >> 16);
+}
+
+// 64 values of one group as bfloat16, of which `count` are real; Inf where one overflows or is not finite.
 void write_floats(const FloatGrid& grid, int64_t group, int64_t n0, int count, IssueKind kind, Issues& issues,
                   uint8_t* out) {
-  uint16_t values[kNt] = {};
-  bool finite = true;
-  for (int n = 0; n < count; ++n) {
-    values[n] = load_bf16(grid, group * grid.group_stride + (n0 + n) * grid.channel_stride);
-    finite &= finite_bf16(values[n]);
+  const int64_t first = group * grid.group_stride + n0 * grid.channel_stride;
+  uint16_t values[kNt];
+  uint32_t words[kNt];
+  switch (grid.kind) {
+    case FloatKind::bf16:
+      gather(grid.data, first, grid.channel_stride, count, values);
+      break;
+    case FloatKind::f16:
+      gather(grid.data, first, grid.channel_stride, count, values);
+      for (int n = 0; n < kNt; ++n) words[n] = half_to_float_bits(values[n]);
+      for (int n = 0; n < kNt; ++n) values[n] = round_scale(words[n]);
+      break;
+    case FloatKind::f32:
+      gather(grid.data, first, grid.channel_stride, count, words);
+      for (int n = 0; n < kNt; ++n) values[n] = round_scale(words[n]);
+      break;
   }
   std::memcpy(out, values, sizeof(values));
-  for (int n = 0; !finite && n < count; ++n) {
+  int bad = 0;
+  for (int n = 0; n < kNt; ++n) bad |= !finite_bf16(values[n]);
+  for (int n = 0; bad != 0 && n < count; ++n) {
     if (!finite_bf16(values[n])) return issues.note(kind, group, n0 + n);
   }
 }
@@ -118,15 +130,15 @@ class Packer {
       : layout_(layout), source_(source), out_(out), issues_(layout.n) {}
 
   PackIssue run() {
-    const int64_t n_patches = (layout_.n_tiles() + kPatch - 1) / kPatch;
-    const int64_t k_patches = (layout_.k_tiles + kPatch - 1) / kPatch;
+    const int64_t n_patches = (layout_.n_tiles() + kPatchN - 1) / kPatchN;
+    const int64_t k_patches = (layout_.k_tiles + kPatchK - 1) / kPatchK;
     ThreadPool::instance().parallel_for(n_patches * k_patches, [&](int64_t item, int) {
-      const int64_t n0 = item / k_patches * kPatch;
-      const int64_t k0 = item % k_patches * kPatch;
-      const int64_t n1 = std::min(n0 + kPatch, layout_.n_tiles());
-      const int64_t k1 = std::min(k0 + kPatch, layout_.k_tiles);
-      for (int64_t k = k0; k < k1; ++k) {
-        for (int64_t n = n0; n < n1; ++n) tile(n, k);
+      const int64_t n0 = item / k_patches * kPatchN;
+      const int64_t k0 = item % k_patches * kPatchK;
+      const int64_t n1 = std::min(n0 + kPatchN, layout_.n_tiles());
+      const int64_t k1 = std::min(k0 + kPatchK, layout_.k_tiles);
+      for (int64_t n = n0; n < n1; ++n) {
+        for (int64_t k = k0; k < k1; ++k) tile(n, k);
       }
     });
     return issues_.result();
@@ -168,10 +180,12 @@ class Packer {
 
   void write_zeros(int64_t group, int64_t n0, int count, uint8_t* out) {
     const ByteGrid& grid = source_.zeros;
-    for (int n = 0; n < count; ++n) {
-      const uint8_t zero = grid.data[group * grid.group_stride + (n0 + n) * grid.channel_stride];
-      if (Bits == 4 && zero > 15) issues_.note(IssueKind::zero, group, n0 + n);
-      out[n] = zero;
+    uint8_t values[kNt];
+    gather(grid.data, group * grid.group_stride + n0 * grid.channel_stride, grid.channel_stride, count, values);
+    std::memcpy(out, values, sizeof(values));
+    if constexpr (Bits == 4) {
+      const uint8_t* bad = std::find_if(values, values + count, [](uint8_t zero) { return zero > 15; });
+      if (bad != values + count) issues_.note(IssueKind::zero, group, n0 + (bad - values));
     }
   }
 
