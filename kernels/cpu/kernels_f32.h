@@ -65,6 +65,23 @@ inline void dequantise_w4_row(const std::byte* block_row, const GroupAffine& aff
   }
 }
 
+// A SIMD type that can transpose bytes by itself provides dequantise_w8_block_row.
+template <class V>
+inline void dequantise_w8_block_row(const std::byte* codes, const GroupAffine& affine, float* panel) {
+  if constexpr (requires { V::dequantise_w8_block_row(codes, affine, panel); }) {
+    V::dequantise_w8_block_row(codes, affine, panel);
+  } else {
+    alignas(64) uint8_t rows[kBlock][kNt];
+    for (int nb = 0; nb < kNt / kBlock; ++nb) transpose_8x8_bytes(codes + nb * 64, &rows[0][nb * 8], kNt);
+    for (int j = 0; j < kBlock; ++j) {
+      for (int n = 0; n < kNt; n += V::kLanes) {
+        const auto q = V::to_float(V::load_u8(&rows[j][n]));
+        V::store_f(panel + j * kNt + n, V::fma(q, V::load_f(affine.scale + n), V::load_f(affine.offset + n)));
+      }
+    }
+  }
+}
+
 // The panel: float [128 count][64], input channels in natural order.
 template <class V>
 void dequantise_f32(const TileRun& run, int64_t first, int count, void* panel_out) {
@@ -72,9 +89,9 @@ void dequantise_f32(const TileRun& run, int64_t first, int count, void* panel_ou
   auto* panel = static_cast<float*>(panel_out);
   for (int t = 0; t < count; ++t) {
     const std::byte* tile = run.tiles + (first + t) * layout.tile_bytes;
+    GroupAffine affine;
     for (int kb = 0; kb < kKt / kBlock; ++kb, panel += kBlock * kNt) {
-      GroupAffine affine;
-      load_affine(layout, tile, kb * kBlock / layout.tile_group, affine);
+      if (kb * kBlock % layout.tile_group == 0) load_affine(layout, tile, kb * kBlock / layout.tile_group, affine);
       if (layout.bits == 4) {
         const std::byte* codes = tile + kb * (kNt * 4);
         dequantise_w4_row<V, 0>(codes, affine, panel);
@@ -86,15 +103,7 @@ void dequantise_f32(const TileRun& run, int64_t first, int count, void* panel_ou
         dequantise_w4_row<V, 6>(codes, affine, panel + 6 * kNt);
         dequantise_w4_row<V, 7>(codes, affine, panel + 7 * kNt);
       } else {
-        const std::byte* codes = tile + kb * (kNt * 8);
-        alignas(64) uint8_t rows[kBlock][kNt];
-        for (int nb = 0; nb < kNt / kBlock; ++nb) transpose_8x8_bytes(codes + nb * 64, &rows[0][nb * 8], kNt);
-        for (int j = 0; j < kBlock; ++j) {
-          for (int n = 0; n < kNt; n += V::kLanes) {
-            const auto q = V::to_float(V::load_u8(&rows[j][n]));
-            V::store_f(panel + j * kNt + n, V::fma(q, V::load_f(affine.scale + n), V::load_f(affine.offset + n)));
-          }
-        }
+        dequantise_w8_block_row<V>(tile + kb * (kNt * 8), affine, panel);
       }
     }
   }

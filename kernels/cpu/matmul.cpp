@@ -19,6 +19,8 @@ namespace {
 // below 3 % of the multiplications on every level; a multiple of kMaxRowsPerPass.
 constexpr int64_t kRowsPerChunk = 384;
 
+constexpr int64_t kRowsForSmallPanel = 24;
+
 // Scratch that grows and is kept, one a thread and purpose: no allocation per call once warm.
 class Scratch {
  public:
@@ -120,8 +122,10 @@ void panel_tile(const MatmulArgs& args, const MatmulKernels& kernels, int64_t n_
   auto* acc = reinterpret_cast<float*>(memory + kPanelBytes);
   const TileRun run = run_of(args, n_tile);
   const int64_t k_tiles = args.layout.k_tiles_used();
-  for (int64_t kt = 0; kt < k_tiles; kt += kPanelTiles) {
-    const auto count = static_cast<int>(std::min<int64_t>(kPanelTiles, k_tiles - kt));
+  // Few rows read a panel once or twice: one tile at a time stays in L1. Many rows: fewer passes over the sums.
+  const int64_t step = rows <= kRowsForSmallPanel ? 1 : kPanelTiles;
+  for (int64_t kt = 0; kt < k_tiles; kt += step) {
+    const auto count = static_cast<int>(std::min<int64_t>(step, k_tiles - kt));
     kernels.dequantise(run, kt, count, memory);
     const std::byte* from = x + rows_bytes(kernels.panel_format, 1, kt * kKt);
     for (int64_t r = 0; r < rows; r += kMaxRowsPerPass) {
