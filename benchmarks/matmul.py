@@ -48,17 +48,18 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "docs" / "benchmarks" / "matmul.md"
 
-SHAPES = {  # K x N of the linear layers of common models of 1 to 8 billion parameters
-    "4096x4096": (4096, 4096),
-    "4096x1024": (4096, 1024),
-    "4096x14336": (4096, 14336),
-    "14336x4096": (14336, 4096),
-    "2048x2048": (2048, 2048),
-    "2048x11008": (2048, 11008),
-    "11008x2048": (11008, 2048),
-    "2048x16384": (2048, 16384),
-    "16384x2048": (16384, 2048),
-}
+# K x N of the linear layers of common models of 1 to 8 billion parameters.
+SHAPES = (
+    "4096x4096",
+    "4096x1024",
+    "4096x14336",
+    "14336x4096",
+    "2048x2048",
+    "2048x11008",
+    "11008x2048",
+    "2048x16384",
+    "16384x2048",
+)
 SUBSET = ("4096x4096", "4096x14336", "2048x2048")
 BATCHES = (1, 16, 128, 512)
 GROUP = 128
@@ -177,6 +178,9 @@ def torch_contenders(weights: Weights, cache_bytes: int) -> list[Contender]:
         array: Array = tensor.float().numpy()
         return array
 
+    def bind(product: Callable[..., Any], operands: Sequence[Any]) -> Callable[[Any], Any]:
+        return lambda x: product(x, *operands)
+
     def contender(
         name: str,
         operands: Sequence[Any],
@@ -189,7 +193,7 @@ def torch_contenders(weights: Weights, cache_bytes: int) -> list[Contender]:
         copies += [[t.clone() for t in operands] for _ in range(copies_beyond_cache(nbytes, cache_bytes) - 1)]
         return Contender(
             name=name,
-            calls=[lambda x, copy=copy: product(x, *copy) for copy in copies],
+            calls=[bind(product, copy) for copy in copies],
             weight_bytes=nbytes,
             inputs=inputs,
             outputs=lambda y: fp32(y).astype(np.float64),
@@ -200,7 +204,7 @@ def torch_contenders(weights: Weights, cache_bytes: int) -> list[Contender]:
     w4 = weights.w4
     codes4 = w4.codes.astype(np.int32)
     scales4 = bf16(w4.scales)
-    shift4 = bf16((8 - w4.zeros.astype(np.float32)) * w4.scales.astype(np.float32))
+    shift4 = bf16((8 - np.asarray(w4.zeros, np.float32)) * w4.scales.astype(np.float32))
     group_of = np.arange(w4.k) // GROUP
     int4 = contender(
         "torch int4pack",
@@ -332,14 +336,9 @@ def report(rows: Sequence[Row], facts: dict[str, str]) -> str:
                 continue
             ratio = ratios.get((row.shape, row.m, row.name))
             speed_up = f"{ratio[0]:.2f}, {ratio[1]:.2f}" if ratio else ""
-            cells = [
-                row.shape,
-                row.name,
-                f"{row.seconds * 1e6:.0f}",
-                f"{row.weight_gb_per_s:.1f}",
-                f"{row.gflop_per_s:.0f}",
-            ]
-            cells += [f"{row.share_of_limit:.0%}", speed_up, f"{row.error_max:.1e}", f"{row.error_mean:.1e}"]
+            cells = [row.shape, row.name, f"{row.seconds * 1e6:.0f}"]
+            cells += [f"{row.weight_gb_per_s:.1f}", f"{row.gflop_per_s:.0f}", f"{row.share_of_limit:.0%}"]
+            cells += [speed_up, f"{row.error_max:.1e}", f"{row.error_mean:.1e}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -349,6 +348,14 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """``(K, N)`` of a text such as 4096x1024; ValueError for another."""
+    k, n = map(int, text.split("x"))
+    if min(k, n) < 1:
+        raise ValueError(text)
+    return k, n
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -368,9 +375,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.shapes, arguments.rounds = "4096x4096", 3
     elif arguments.output is None:
         arguments.output = OUTPUT
-    names = list(SHAPES) if arguments.shapes == "all" else arguments.shapes.split(",")
+    names = SHAPES if arguments.shapes == "all" else arguments.shapes.split(",")
     try:
-        arguments.shapes = [SHAPES.get(name) or tuple(map(int, name.split("x", 1))) for name in names]
+        arguments.shapes = [parse_shape(name) for name in names]
         arguments.batches = [int(m) for m in arguments.batches.split(",")]
     except ValueError:
         parser.error("--shapes takes K x N as in 4096x1024, --batches whole numbers, both comma-separated")

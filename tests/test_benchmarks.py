@@ -13,8 +13,8 @@ import pytest
 from tilefuse import _core
 
 EXACT_BF16_OUTPUT = 2.0**-8
-"""Bound on |y - x W| / (|x| |W|) of fp32 accumulation narrowed once to bf16: half a unit in the last of 8 bits of y, which
-is at most |x| |W|, with as much again for the accumulation."""
+"""Bound on |y - x W| / (|x| |W|) of fp32 accumulation narrowed once to bf16: half a unit in the last of 8 bits of y,
+which is at most |x| |W|, with as much again for the accumulation."""
 
 
 def contender(name: str, log: list[str], weights: np.ndarray, copies: int = 2) -> measure.Contender:
