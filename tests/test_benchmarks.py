@@ -92,6 +92,18 @@ def test_report_has_a_row_for_each_measurement_and_the_ratios() -> None:
     assert sum(line.startswith("| 4x2 |") for line in text.splitlines()) == len(names)
 
 
+@pytest.mark.parametrize("m", [1, 3])
+def test_tilefuse_computes_the_product_of_the_weights_it_is_given(m: int, rng: np.random.Generator) -> None:
+    weights = matmul.make_weights(256, 64, rng)
+    x = matmul.make_inputs(m, 256, rng)
+    for ours in matmul.tilefuse_contenders(weights, cache_bytes=1):
+        y = ours.outputs(ours.calls[1](ours.inputs(x)))
+        assert y.shape == (m, 64)
+        assert measure.gate_error(y, x, ours.weights())[0] < EXACT_BF16_OUTPUT, ours.name
+    # 2 x 1 tiles of codes, scales and zero points; the padding tiles are not read.
+    assert ours.weight_bytes == 2 * (128 * 64 + 64 * 2 + 64)
+
+
 @pytest.mark.peers
 def test_torch_computes_the_product_of_the_weights_it_is_given(rng: np.random.Generator) -> None:
     pytest.importorskip("torch")
