@@ -31,7 +31,7 @@ struct MatmulArgs {
 // in float over all of K; the result is rounded once. The same bits for every number of threads.
 //
 // Error against the float64 product of bf16(x) and bf16((q - z) s), elementwise, as a fraction of |x| @ |W|: at most
-// 2^-9 from rounding the weight (paths that keep it exact differ from the reference by that much) plus K 2^-24 from the
+// 2^-8 from rounding the weight (paths that keep it exact differ from the reference by that much) plus K 2^-24 from the
 // sum, plus half a unit in the last place of y's type.
 void matmul(const MatmulArgs& args);
 

@@ -4,7 +4,7 @@ The reference is ``y = bf16(x) @ bf16(W) + bias`` in float64. The error of an el
 ``|x| @ |W| + |bias|``, what a backward-stable sum is held to: it does not shrink when the terms cancel, unlike the
 plain relative error, and it sees every element, unlike a cosine.
 
-With u the unit roundoff of bfloat16 (2^-9), a kernel may differ from the reference by
+With u the unit roundoff of bfloat16 (2^-8: half a unit in the last of 8 bits), a kernel may differ from the reference by
 
 * u per weight: one that keeps ``(q - z) s`` exact, where the reference rounds it to bfloat16;
 * K 2^-24 from summing K products in float32, in any order (gamma_K of Higham's Accuracy and Stability, section 3.1);
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from tilefuse.arrays import BFLOAT16, FloatType, numpy_dtype, view_rows
 from tilefuse.packed import PackedLinear
 
-UNIT_ROUNDOFF = {FloatType.F32: 2.0**-24, FloatType.BF16: 2.0**-9, FloatType.F16: 2.0**-11}
+UNIT_ROUNDOFF = {FloatType.F32: 2.0**-24, FloatType.BF16: 2.0**-8, FloatType.F16: 2.0**-11}
 """Unit roundoff of each result dtype."""
 
 LARGEST = {FloatType.F32: 2.0**128 - 2.0**104, FloatType.BF16: 2.0**128 - 2.0**120, FloatType.F16: 65504.0}
@@ -59,7 +59,7 @@ class GemmError:
 
 def gemm_bound(k: int, kind: FloatType) -> float:
     """Bound on the largest error for K = ``k`` and results of that type (see the module's text)."""
-    return 2.0**-9 + k * 2.0**-24 + UNIT_ROUNDOFF[kind]
+    return UNIT_ROUNDOFF[FloatType.BF16] + k * 2.0**-24 + UNIT_ROUNDOFF[kind]
 
 
 def gemm_error(
