@@ -4,7 +4,7 @@ The reference is ``y = bf16(x) @ bf16(W) + bias`` in float64. The error of an el
 ``|x| @ |W| + |bias|``, what a backward-stable sum is held to: it does not shrink when the terms cancel, unlike the
 plain relative error, and it sees every element, unlike a cosine.
 
-With u the unit roundoff of bfloat16 (2^-8: half a unit in the last of 8 bits), a kernel may differ from the reference by
+With u the unit roundoff of bfloat16 (2^-8, of its 8 bits half the last), a kernel may differ from the reference by
 
 * u per weight: one that keeps ``(q - z) s`` exact, where the reference rounds it to bfloat16;
 * K 2^-24 from summing K products in float32, in any order (gamma_K of Higham's Accuracy and Stability, section 3.1);
