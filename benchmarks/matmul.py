@@ -5,8 +5,8 @@
     python benchmarks/matmul.py --quick               # one shape, few rounds; prints only
 
 Method. All in one process, with as many threads for torch as for tilefuse. Contenders take turns (ABAB...), as do the
-probes of the machine's limits; figures are medians over rounds of medians over calls. Weights are cold, for every M:
-every contender goes through distinct copies of its weights that together exceed twice the last-level cache. Both
+probes of the machine's limits; figures are medians over rounds of means over calls. Weights are cold, for every M:
+every contender goes through distinct copies of its weights that together exceed four times the last-level cache. Both
 libraries hold the same codes: 4 bits with zero points in groups of 128, and 8 bits symmetric per output channel. Inputs
 are bf16 (fp32 for the fp32 matmul). tilefuse's weights lie where `tilefuse.pack` puts them, in huge pages if the system
 grants them; torch's where torch puts them.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ PROBE_BYTES = 1 << 30
 """Read by one pass of the bandwidth probe: far beyond any cache of a machine that this runs on."""
 
 PROBE_SECONDS = 0.02
+
+CACHE_MULTIPLE = 4
+"""Going round and round through twice the cache still finds near half of it there: caches don't replace strictly by age."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +92,16 @@ class Probes:
             limits.arithmetic.setdefault(kind, []).append(self._core.run_arithmetic_probe(kind, self._seconds))
 
 
-def time_calls(calls: Sequence[Callable[[Any], Any]], x: Any, seconds: float) -> float:
-    """Median seconds of one call on ``x``, over whole passes of ``calls`` that last at least ``seconds`` together."""
-    samples: list[float] = []
-    begin = time.perf_counter()
-    while not samples or time.perf_counter() - begin < seconds:
-        for call in calls:
-            start = time.perf_counter()
-            call(x)
-            samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
+def time_calls(calls: Iterator[Callable[[Any], Any]], x: Any, seconds: float) -> float:
+    """Mean seconds of a call on ``x``, over as many calls as take at least ``seconds`` together."""
+    done = 0
+    start = time.perf_counter()
+    while True:
+        next(calls)(x)
+        done += 1
+        elapsed = time.perf_counter() - start
+        if elapsed >= seconds:
+            return elapsed / done
 
 
 def interleave(
@@ -106,19 +110,22 @@ def interleave(
     """Times the contenders on ``x`` in turn, ``rounds`` times over, so that what slows the machine slows all of them.
 
     Every round starts with another contender. A turn begins with one untimed call, which wakes the contender's threads
-    while those of the one before go to sleep. ``between`` runs before every round.
+    while those of the one before go to sleep, and goes on with the copy of the weights after the last that it used.
+    ``between`` runs before every round.
 
     Returns:
         For every contender one time a round, in seconds a call.
     """
     inputs = {contender.name: contender.inputs(x) for contender in contenders}
-    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    calls = {contender.name: itertools.cycle(contender.calls) for contender in contenders}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         between()
         first = turn % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
-            contender.calls[-1](inputs[contender.name])
-            times[contender.name].append(time_calls(contender.calls, inputs[contender.name], seconds))
+            name = contender.name
+            next(calls[name])(inputs[name])
+            times[name].append(time_calls(calls[name], inputs[name], seconds))
     return times
 
 
@@ -148,8 +155,8 @@ def last_level_cache_bytes() -> int:
 
 
 def copies_beyond_cache(weight_bytes: int, cache_bytes: int) -> int:
-    """How many distinct copies of the weights take more than twice the cache, and at least two."""
-    return max(2, 2 * cache_bytes // weight_bytes + 1)
+    """How many distinct copies of the weights take more than `CACHE_MULTIPLE` times the cache, and at least two."""
+    return max(2, CACHE_MULTIPLE * cache_bytes // weight_bytes + 1)
 
 
 def cpu_model() -> str:
