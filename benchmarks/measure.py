@@ -23,7 +23,7 @@ PROBE_BYTES = 1 << 30
 PROBE_SECONDS = 0.02
 
 CACHE_MULTIPLE = 4
-"""Going round and round through twice the cache still finds near half of it there: caches don't replace strictly by age."""
+"""Going round and round through twice the cache still finds much of it there: caches don't replace strictly by age."""
 
 
 @dataclass(frozen=True)
