@@ -20,6 +20,7 @@ import safetensors.numpy
 Array = npt.NDArray[Any]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_COPY_BYTES = 1 << 22
+_COPY_BYTES = 1 << 20
 _HEADER_ALIGNMENT = 8
 
 

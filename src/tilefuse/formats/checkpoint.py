@@ -153,7 +153,7 @@ def _quantized_layers(store: Store, method: str) -> Iterator[tuple[str, Any]]:
         layer, _, suffix = name.rpartition(".")
         if suffix in ("qweight", "qzeros"):
             yield layer, _words_reader(store, layer, method)
-        elif suffix in ("weight_packed", "weight_scale"):
+        elif suffix in ("weight_packed", "weight_scale") or (suffix == "weight" and store.entry(name).dtype == np.int8):
             yield layer, compressed_tensors
 
 
