@@ -8,6 +8,7 @@ from tilefuse.packed import PackedLinear, pack, packed_nbytes, unpack
 from tilefuse.quantize import quantize_linear
 from tilefuse.quantized import CodeOrder, QuantizedLinear
 from tilefuse.runtime import default_device, get_num_threads, set_default_device, set_num_threads
+from tilefuse.storage import load, save
 
 __version__ = "0.1.0"
 
@@ -26,10 +27,12 @@ __all__ = [
     "gemv",
     "get_num_threads",
     "linear",
+    "load",
     "open_checkpoint",
     "pack",
     "packed_nbytes",
     "quantize_linear",
+    "save",
     "set_default_device",
     "set_num_threads",
     "unpack",

@@ -1,0 +1,153 @@
+"""The subcommands of ``tilefuse``; imported only once typer and rich are known to be there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from tilefuse import __version__
+from tilefuse.convert import pack_checkpoint
+from tilefuse.errors import TileFuseError
+from tilefuse.inspection import Inspection
+from tilefuse.inspection import inspect as inspect_path
+from tilefuse.layout import DEFAULT_COLUMNS
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Packed quantised linear layers."
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command with ``arguments``; returns its exit status: 1 for an error that tilefuse reports."""
+    try:
+        # Without standalone mode click returns a status that typer.Exit gave, and hands its own errors on.
+        status = app(args=list(arguments), prog_name="tilefuse", standalone_mode=False)
+    except (TileFuseError, OSError) as error:
+        sys.stderr.write(f"tilefuse: {error}\n")
+        return 1
+    except typer.Abort:
+        return 130
+    except Exception as error:
+        # Errors of usage: typer may carry a click of its own, so they are told by what they can do.
+        show, code = getattr(error, "show", None), getattr(error, "exit_code", None)
+        if show is None or not isinstance(code, int):
+            raise
+        show()
+        return code
+    return status if isinstance(status, int) else 0
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"tilefuse {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def pack(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint: a folder or one safetensors file.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The packed file to write.")],
+    columns: Annotated[int, typer.Option(help="Columns of the array, 1 to 8.")] = DEFAULT_COLUMNS,
+    include: Annotated[list[str] | None, typer.Option(help="Pattern of layers to pack; may be repeated.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave out.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on from an interrupted run.")] = True,
+) -> None:
+    """Pack the quantised layers of a checkpoint into one file."""
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("validating", total=None)
+
+        def progress(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name or "writing", completed=done, total=total)
+
+        try:
+            packed = pack_checkpoint(
+                checkpoint,
+                out,
+                columns=columns,
+                include=include or (),
+                exclude=exclude or (),
+                force=force,
+                resume=resume,
+                progress=progress,
+            )
+        except KeyboardInterrupt:
+            bar.stop()
+            kept = f"; the layers done are in {out}.partial: run it again to go on"
+            sys.stderr.write(f"tilefuse: interrupted{kept if Path(f'{out}.partial').exists() else ''}\n")
+            raise typer.Exit(130) from None
+    details = [f"{packed.nbytes:,} bytes"]
+    if packed.resumed:
+        details.append(f"{packed.resumed} from the interrupted run")
+    if packed.skipped:
+        details.append(f"{packed.skipped} unquantised ones left out")
+    sys.stdout.write(f"{packed.path}: {packed.layers} layers, {', '.join(details)}\n")
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A packed file or a checkpoint.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the linear layers of a packed file or a checkpoint."""
+    found = inspect_path(path)
+    if as_json:
+        sys.stdout.write(json.dumps(found.to_json(), indent=1) + "\n")
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console.width = 200  # a pipe has no width of its own, and the default of 80 would fold the columns
+        console.print(_table(found))
+
+
+def _table(found: Inspection) -> Table:
+    table = Table(title=f"{found.path} ({found.kind})", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("layer", overflow="fold")
+    for heading in ("K x N", "scheme", "format"):
+        table.add_column(heading)
+    for heading in ("bytes", "bits/weight", "padding"):
+        table.add_column(heading, justify="right")
+    for row in found.rows:
+        padding = "-" if row.padding is None else f"{row.padding:.1%}"
+        table.add_row(
+            row.name,
+            f"{row.k} x {row.n}",
+            row.scheme,
+            row.format,
+            f"{row.nbytes:,}",
+            f"{row.bits_per_weight:.3f}",
+            padding,
+        )
+    total = found.nbytes * 8 / max(found.weights, 1)
+    table.add_section()
+    table.add_row(f"{len(found.rows)} layers", f"{found.weights:,}", "", "", f"{found.nbytes:,}", f"{total:.3f}", "")
+    return table
