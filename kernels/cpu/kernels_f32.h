@@ -160,18 +160,32 @@ void panel_rows_f32(const void* panel_in, int64_t k, const void* x_in, int64_t x
   }
 }
 
-// 4-bit codes against kRowsHere rows without a panel: sum q x per group in registers, then the group's scale and
-// offset.
+// 4-bit codes against kRowsHere rows without a panel: sum (q - z) x per group in registers, then the group's scale;
+// with minima, sum q x and then m sum x. (Folding z as m is folded would save a subtraction a weight, but then weights
+// of zero would not give an exact zero.)
 template <class V, int kRowsHere>
-inline void fused_w4_group(const std::byte* codes, int blocks, const float* x, int64_t x_stride,
-                           const GroupAffine& affine, float* acc) {
+inline void fused_w4_group(const TileLayout& layout, const std::byte* tile, int group, const float* x, int64_t x_stride,
+                           float* acc) {
   constexpr int kChunk = V::kFusedVectors;
+  const int blocks = layout.tile_group / kBlock;
+  const std::byte* codes = tile + group * blocks * (kNt * 4);
+  GroupAffine affine;
+  load_affine(layout, tile, group, affine);
+  alignas(64) float zeros[kNt] = {};
   float x_sum[kRowsHere] = {};
-  for (int r = 0; r < kRowsHere; ++r) {
-    for (int i = 0; i < blocks * kBlock; ++i) x_sum[r] += x[r * x_stride + i];
+  if (layout.zero == ZeroKind::z8) {
+    uint8_t z[kNt];
+    std::memcpy(z, tile + layout.zero_offset + group * kNt, sizeof(z));
+    for (int n = 0; n < kNt; ++n) zeros[n] = static_cast<float>(z[n]);
+  } else {
+    for (int r = 0; r < kRowsHere; ++r) {
+      for (int i = 0; i < layout.tile_group; ++i) x_sum[r] += x[r * x_stride + i];
+    }
   }
   for (int n = 0; n < kNt; n += kChunk * V::kLanes) {
     typename V::F c[kRowsHere][kChunk];
+    typename V::F z[kChunk];
+    for (int v = 0; v < kChunk; ++v) z[v] = V::load_f(zeros + n + v * V::kLanes);
     for (int r = 0; r < kRowsHere; ++r) {
       for (int v = 0; v < kChunk; ++v) c[r][v] = V::set1(0.0F);
     }
@@ -180,7 +194,7 @@ inline void fused_w4_group(const std::byte* codes, int blocks, const float* x, i
       for (int v = 0; v < kChunk; ++v) w[v] = V::load_i(codes + kb * (kNt * 4) + 4 * (n + v * V::kLanes));
       const auto step = [&]<int kNibble>() {
         for (int v = 0; v < kChunk; ++v) {
-          const auto q = V::template nibble_to_float<kNibble>(w[v]);
+          const typename V::F q = V::template nibble_to_float<kNibble>(w[v]) - z[v];
           for (int r = 0; r < kRowsHere; ++r) {
             c[r][v] = V::fma(V::set1(x[r * x_stride + kb * kBlock + kNibble]), q, c[r][v]);
           }
@@ -198,9 +212,9 @@ inline void fused_w4_group(const std::byte* codes, int blocks, const float* x, i
     for (int r = 0; r < kRowsHere; ++r) {
       for (int v = 0; v < kChunk; ++v) {
         const int at = n + v * V::kLanes;
-        auto sum = V::fma(V::load_f(affine.offset + at), V::set1(x_sum[r]), V::load_f(acc + r * kNt + at));
-        sum = V::fma(V::load_f(affine.scale + at), c[r][v], sum);
-        V::store_f(acc + r * kNt + at, sum);
+        auto sum = V::load_f(acc + r * kNt + at);
+        if (layout.zero == ZeroKind::m16) sum = V::fma(V::load_f(affine.offset + at), V::set1(x_sum[r]), sum);
+        V::store_f(acc + r * kNt + at, V::fma(V::load_f(affine.scale + at), c[r][v], sum));
       }
     }
   }
@@ -209,19 +223,14 @@ inline void fused_w4_group(const std::byte* codes, int blocks, const float* x, i
 template <class V>
 void fused_w4_f32(const TileRun& run, const float* x, int64_t x_stride, int rows, float* acc) {
   const TileLayout& layout = *run.layout;
-  const int blocks = layout.tile_group / kBlock;
   std::memset(acc, 0, sizeof(float) * static_cast<size_t>(rows) * kNt);
   for (int64_t kt = 0; kt < layout.k_tiles_used(); ++kt) {
     const std::byte* tile = run.tiles + kt * layout.tile_bytes;
     for (int g = 0; g < layout.groups_per_tile(); ++g) {
-      GroupAffine affine;
-      load_affine(layout, tile, g, affine);
-      const std::byte* codes = tile + g * blocks * (kNt * 4);
       const float* xg = x + kt * kKt + g * layout.tile_group;
       int r = 0;
-      for (; r + 2 <= rows; r += 2)
-        fused_w4_group<V, 2>(codes, blocks, xg + r * x_stride, x_stride, affine, acc + r * kNt);
-      if (r < rows) fused_w4_group<V, 1>(codes, blocks, xg + r * x_stride, x_stride, affine, acc + r * kNt);
+      for (; r + 2 <= rows; r += 2) fused_w4_group<V, 2>(layout, tile, g, xg + r * x_stride, x_stride, acc + r * kNt);
+      if (r < rows) fused_w4_group<V, 1>(layout, tile, g, xg + r * x_stride, x_stride, acc + r * kNt);
     }
   }
 }
