@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tilefuse as tf
+from tilefuse.formats.safetensors_map import MappedFile
 
 
 def assert_reads(layer: tf.QuantizedLinear, truth: checkpoints.Truth) -> None:
@@ -342,3 +343,15 @@ def test_zero_points_of_zero(order: str, tmp_path: Path, rng: np.random.Generato
     tensors = checkpoints.awq_gemm(truth, order=checkpoints.AWQ if order == "reorder" else None)
     layer = open_layer(tmp_path, tensors, checkpoints.awq_config(4, 32, pack_method=order))
     np.testing.assert_array_equal(layer.dequantize(), 15 * truth.scales[truth.group_of].astype(np.float32))
+
+
+@pytest.mark.parametrize("form", checkpoints.MAKERS)
+def test_listing_reads_headers_only(
+    form: str, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints.MAKERS[form](tmp_path, rng, 64, 32)
+    read: list[str] = []
+    tensor = MappedFile.tensor
+    monkeypatch.setattr(MappedFile, "tensor", lambda self, name: read.append(name) or tensor(self, name))
+    tf.open_checkpoint(tmp_path).linears()
+    assert set(read) <= {"layer.weight_shape"}
