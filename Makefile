@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 export CXX
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 
 cpp := $(shell find kernels src/tilefuse/_core -name '*.cpp' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' | sort)
 build_inputs := pyproject.toml CMakeLists.txt $(cpp) $(shell find kernels -name CMakeLists.txt)
@@ -74,7 +75,7 @@ $(SANITIZE)/.installed: $(build_inputs) $(shell find src designs -name '*.py') |
 	  > $$(echo $(SANITIZE)/venv/lib/python*/site-packages)/dependencies.pth
 	$(BIN)/python -m pip --quiet --disable-pip-version-check --python $(SANITIZE)/venv/bin/python install \
 	  --no-build-isolation --no-deps --ignore-installed . -C build-dir=$(SANITIZE)/cmake \
-	  -C cmake.build-type=RelWithDebInfo -C cmake.define.TILEFUSE_SANITIZE=ON
+	  -C cmake.build-type=Debug -C cmake.define.TILEFUSE_SANITIZE=ON
 	@touch $@
 
 # libasan has to be the first library of the process, and libstdc++ has to be there when it hooks __cxa_throw. Python's own
