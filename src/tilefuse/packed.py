@@ -10,10 +10,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tilefuse import _core
+from tilefuse import _core, validation
 from tilefuse._buffers import address, aligned_empty
-from tilefuse._source import FLOAT_KINDS, check_perm, check_source
-from tilefuse.errors import LayoutError, QuantizationError, TileFuseError
+from tilefuse.errors import LayoutError, QuantizationError
 from tilefuse.layout import ALIGNMENT, DEFAULT_COLUMNS, Layout, ZeroKind
 from tilefuse.quantized import CodeOrder, QuantizedLinear
 
@@ -21,6 +20,7 @@ Array = npt.NDArray[Any]
 
 _ORDERS = list(CodeOrder)
 _ZERO_KINDS = list(ZeroKind)
+_FLOAT_KINDS = {np.dtype(np.float16): 0, np.dtype(ml_dtypes.bfloat16): 1, np.dtype(np.float32): 2}  # FloatKind
 _ISSUES = ("", "scale", "min", "zero point", "code")  # PackIssue::Kind
 
 
@@ -83,12 +83,12 @@ class PackedLinear:
                 f"{self.name}: bias is {bias.dtype} {list(bias.shape)}; a contiguous float32 [{self.n}] is taken"
             )
         if perm is not None:
-            try:
-                check_perm(self.name, perm, self.k)
-            except TileFuseError as error:
-                raise LayoutError(str(error)) from None
-            if not perm.flags.c_contiguous:
-                raise LayoutError(f"{self.name}: perm is not contiguous")
+            if perm.dtype != np.int32 or perm.shape != (self.k,) or not perm.flags.c_contiguous:
+                raise LayoutError(
+                    f"{self.name}: perm is {perm.dtype} {list(perm.shape)}; a contiguous int32 [{self.k}] is taken"
+                )
+            if not np.array_equal(np.sort(perm), np.arange(self.k)):
+                raise LayoutError(f"{self.name}: perm must hold each input channel 0 to {self.k - 1} once")
 
     @property
     def k(self) -> int:
@@ -163,7 +163,7 @@ def pack(
             than ``bits`` bits; names the tensor and the place.
     """
     layout = packed_layout(q, columns)
-    check_source(q)
+    validation.check(q, {}, values=False)
     data = aligned_empty(layout.nbytes) if out is None else out
     if not data.flags.writeable:
         raise LayoutError(f"{q.name}: out is read-only")
@@ -175,16 +175,19 @@ def pack(
         perm=None if q.perm is None else np.ascontiguousarray(q.perm),
         source=q.format,
     )
+    # Held until the call returns; copies only where strides are not whole elements.
     codes = np.ascontiguousarray(q.codes)
+    scales, zeros, mins = _whole_strides(q.scales), _whole_strides(q.zeros), _whole_strides(q.mins)
+    assert scales is not None
     kind, row, channel = _core.pack(
         native_layout(layout),
         codes=address(codes),
         order=_ORDERS.index(q.order),
         perm=address(packed.perm),
         group=q.group,
-        scales=_float_grid(q.scales),
-        zeros=None if q.zeros is None else (address(q.zeros), *_strides(q.zeros)),
-        mins=None if q.mins is None else _float_grid(q.mins),
+        scales=_float_grid(scales),
+        zeros=None if zeros is None else (address(zeros), *_strides(zeros)),
+        mins=None if mins is None else _float_grid(mins),
         out=address(data),
     )
     if kind:
@@ -233,13 +236,19 @@ def unpack(packed: PackedLinear) -> QuantizedLinear:
     )
 
 
+def _whole_strides(grid: Array | None) -> Array | None:
+    if grid is None or all(stride % grid.itemsize == 0 for stride in grid.strides):
+        return grid
+    return np.ascontiguousarray(grid)
+
+
 def _strides(grid: Array) -> tuple[int, int]:
     group, channel = (stride // grid.itemsize for stride in grid.strides)
     return group, channel
 
 
 def _float_grid(grid: Array) -> tuple[int, int, int, int]:
-    return (address(grid), FLOAT_KINDS[grid.dtype], *_strides(grid))
+    return (address(grid), _FLOAT_KINDS[grid.dtype], *_strides(grid))
 
 
 def _issue(q: QuantizedLinear, what: str, row: int, channel: int) -> QuantizationError:

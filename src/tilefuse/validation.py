@@ -25,8 +25,12 @@ BF16_OVERFLOW = float(2**128 - 2**119)
 above that goes to the even neighbour, 2^128. Float16 and bfloat16 values are all below; only float32 can reach it."""
 
 
-def check(layer: QuantizedLinear, where: Mapping[str, str]) -> None:
-    """Raise the error that `QuantizedLinear.validate` documents, or return."""
+def check(layer: QuantizedLinear, where: Mapping[str, str], *, values: bool = True) -> None:
+    """Raise the error that `QuantizedLinear.validate` documents, or return.
+
+    Without ``values``, codes, scales, minima and zero points are only checked for shape and dtype: the packer checks
+    their values as it reads them.
+    """
 
     def name(attribute: str) -> str:
         return where.get(attribute) or f"layer {layer.name!r}: {attribute}"
@@ -41,14 +45,15 @@ def check(layer: QuantizedLinear, where: Mapping[str, str]) -> None:
     _check_codes(layer, name("codes"))
 
     shape = (-(-layer.k // layer.group), layer.n)
-    check_floats(layer.scales, shape, name("scales"))
+    _check_grid(layer.scales, shape, name("scales"), values=values)
     if (layer.zeros is None) == (layer.mins is None):
         raise QuantizationError(f"{name('zeros')}: exactly one of zeros and mins must be given")
     if layer.zeros is not None:
         _check_array(layer.zeros, shape, (np.dtype(np.uint8),), name("zeros"))
-        _check_below(layer.zeros, layer.bits, name("zeros"), "zero point")
+        if values:
+            _check_below(layer.zeros, layer.bits, name("zeros"), "zero point")
     if layer.mins is not None:
-        check_floats(layer.mins, shape, name("mins"))
+        _check_grid(layer.mins, shape, name("mins"), values=values)
     if layer.bias is not None:
         _check_array(layer.bias, (layer.n,), (np.dtype(np.float32),), name("bias"))
         check_finite(layer.bias, name("bias"))
@@ -73,8 +78,13 @@ def _check_codes(layer: QuantizedLinear, name: str) -> None:
         )
     shape, dtype = storage(layer.order, layer.k, layer.n, layer.bits)
     _check_array(layer.codes, shape, (np.dtype(dtype),), name)
-    if order == "kn":
-        _check_below(layer.codes, layer.bits, name, "code")
+
+
+def _check_grid(array: Array, shape: tuple[int, ...], name: str, *, values: bool) -> None:
+    if values:
+        check_floats(array, shape, name)
+    else:
+        _check_array(array, shape, FLOATS, name)
 
 
 def _check_array(array: Array, shape: tuple[int, ...], dtypes: tuple[np.dtype[Any], ...], name: str) -> None:
