@@ -43,6 +43,8 @@ def check(layer: QuantizedLinear, where: Mapping[str, str], *, values: bool = Tr
     if layer.group > layer.k:
         raise ShapeError(f"{name('group')} = {layer.group}: above K = {layer.k}; a scale per channel has group = K")
     _check_codes(layer, name("codes"))
+    if values and layer.order.value == "kn":
+        _check_below(layer.codes, layer.bits, name("codes"), "code")
 
     shape = (-(-layer.k // layer.group), layer.n)
     _check_grid(layer.scales, shape, name("scales"), values=values)
