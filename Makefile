@@ -90,10 +90,11 @@ $(SANITIZE)/.installed: $(build_inputs) $(shell find src designs -name '*.py') |
 
 # libasan has to be the first library of the process, and libstdc++ has to be there when it hooks __cxa_throw. Python's own
 # allocator would hide overruns inside its arenas. Leaks are not reported: the interpreter keeps objects until it exits.
+# --capture=sys leaves the sanitizers' own reports, written below Python, on the terminal.
 sanitize: $(SANITIZE)/.installed ## Run the tests on a build with address and undefined-behaviour sanitizers
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" PYTHONMALLOC=malloc \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 TILEFUSE_SANITIZED=1 \
-	  $(SANITIZE)/venv/bin/python -m pytest -m 'not slow and not peers' -p no:cacheprovider $(PYTEST_ARGS)
+	  $(SANITIZE)/venv/bin/python -m pytest -m 'not slow and not peers' -p no:cacheprovider --capture=sys $(PYTEST_ARGS)
 
 clean: ## Remove all that the other targets made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

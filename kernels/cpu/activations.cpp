@@ -8,11 +8,18 @@
 namespace tilefuse {
 namespace {
 
+// NumPy's arrays need not be aligned to their elements, hence the copies, which compile to plain loads.
 template <Dtype kType>
 float load(const void* row, int64_t i) {
-  if constexpr (kType == Dtype::f32) return static_cast<const float*>(row)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(row)[i];
-  return kType == Dtype::bf16 ? bf16_to_float(bits) : half_to_float(bits);
+  if constexpr (kType == Dtype::f32) {
+    float value;
+    std::memcpy(&value, static_cast<const std::byte*>(row) + i * 4, sizeof(value));
+    return value;
+  } else {
+    uint16_t bits;
+    std::memcpy(&bits, static_cast<const std::byte*>(row) + i * 2, sizeof(bits));
+    return kType == Dtype::bf16 ? bf16_to_float(bits) : half_to_float(bits);
+  }
 }
 
 template <Dtype kType>
