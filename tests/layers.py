@@ -54,7 +54,7 @@ def make_layer(
     zeros: npt.NDArray[np.uint8] | None = None,
 ) -> Known:
     """A layer of random codes, scales and zero points, or of those given."""
-    group = scheme.group or k
+    group = min(scheme.group or k, k)
     groups = -(-k // group)
     top = 1 << scheme.bits
     q = rng.integers(0, top, (k, n), dtype=np.uint8) if codes is None else codes
