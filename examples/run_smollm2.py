@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Run SmolLM2-135M-Instruct on tilefuse.")
     parser.add_argument("question", nargs="?", default="Explain in a few sentences why the sky is blue.")
-    parser.add_argument("--tokens", type=int, default=64, help="longest answer (default: 64)")
+    parser.add_argument("--tokens", type=int, default=48, help="longest answer (default: 48)")
     parser.add_argument(
         "--cache",
         type=Path,

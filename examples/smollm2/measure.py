@@ -17,7 +17,7 @@ from tilefuse.testing import GemmError, gemm_error
 REFERENCE_COLUMNS = 4096
 """Output channels that the reference takes at a time, which bounds its memory for the 49152 of the vocabulary."""
 
-CHECK_EVERY = 4
+CHECK_EVERY = 8
 """Of the rows of a `gemm` one in so many is compared, the last one among them: products in float64 are slow."""
 
 
