@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -229,3 +230,89 @@ def test_without_the_extra(module: str) -> None:
     assert done.stderr == (
         f"tilefuse: the command line needs {module}, which is not installed: pip install 'tilefuse[cli]'\n"
     )
+
+
+NAMES = ["a[/b]", "[red]x", "a/b/c", "a\nb", "x\x1b[31m", "日本語", "..", "{x}", "%s", " ", "-o", "\ud800"]
+"""Names that are markup, paths, options, format strings, or no text at all to something on the way."""
+
+
+def rename(folder: Path, names: dict[str, str]) -> None:
+    """Renames layers in the header of a folder's file."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = dict(json.loads(data[8:end]).items())
+    for old, new in names.items():
+        header = {key.replace(f"{old}.", f"{new}."): value for key, value in header.items()}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_any_name(checkpoint: Path, tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer and file name is packed, loaded and shown as it is, whatever the terminal can write."""
+    (tmp_path / "out[").mkdir()
+    out = tmp_path / "out[/x].p"
+    present = list(SHAPES)
+    for i in range(0, len(NAMES), len(SHAPES)):
+        rename(checkpoint, dict(zip(present, NAMES[i : i + len(SHAPES)], strict=True)))
+        present = NAMES[i : i + len(SHAPES)]
+        assert commands.run(["pack", str(checkpoint), "-o", str(out), "--force"]) == 0
+        assert set(tf.load(out)) == set(present)
+        for path in (checkpoint, out):
+            stream = io.TextIOWrapper(io.BytesIO(), encoding)
+            monkeypatch.setattr(sys, "stdout", stream)
+            assert commands.run(["inspect", str(path)]) == 0
+            stream.flush()
+            shown = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+            for name in present:
+                if name.isprintable() and name.isascii():
+                    assert name in shown
+            monkeypatch.undo()
+
+
+def test_never_replaces_its_source_or_what_is_no_file(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = checkpoint / "model.safetensors"
+    before = source.read_bytes()
+    link, hard, folder, pipe = (tmp_path / name for name in ("link", "hard", "folder", "pipe"))
+    link.symlink_to(source)
+    hard.hardlink_to(source)
+    folder.mkdir()
+    os.mkfifo(pipe)
+    for out in (source, link, hard, folder, pipe):
+        for given in (checkpoint, source):
+            assert commands.run(["pack", str(given), "-o", str(out), "--force"]) == 1
+            assert "never replaced" in capsys.readouterr().err
+    assert source.read_bytes() == before
+    assert link.is_symlink()
+    assert folder.is_dir()
+    assert pipe.is_fifo()
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "link", "hard", "folder", "pipe"}
+
+
+def test_pipes_and_broken_links_among_the_files(checkpoint: Path, tmp_path: Path) -> None:
+    """A pipe without a writer blocks whoever opens it: none is opened, or none is waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    assert commands.run(["inspect", str(tmp_path / "pipe")]) == 1
+    os.mkfifo(checkpoint / "generation.json")
+    (checkpoint / "broken.json").symlink_to("nowhere")
+    assert commands.run(["pack", str(checkpoint), "-o", str(tmp_path / "out")]) == 0
+    (checkpoint / "model.safetensors").unlink()
+    os.mkfifo(checkpoint / "model.safetensors")
+    assert commands.run(["inspect", str(checkpoint)]) == 1
+
+
+@pytest.mark.parametrize("name", ["packed.bin", "packed.safetensors"])
+def test_resumes_beside_the_checkpoint(checkpoint: Path, name: str) -> None:
+    """What is being written is no part of the checkpoint that it is made from."""
+    out = checkpoint / name
+
+    def interrupt(name: str, done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert.pack_checkpoint(checkpoint, out, progress=interrupt)
+    assert convert.pack_checkpoint(checkpoint, out).resumed == 1

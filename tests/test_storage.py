@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +293,50 @@ def test_mutated_headers_are_refused_or_read_the_same(saved: Path) -> None:
         assert list(loaded) == list(expected)
         assert all(same(layer, expected[name]) for name, layer in loaded.items())
     assert refused > 1000
+
+
+@pytest.mark.parametrize("suffix", [".partial", ".journal"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "folder", "pipe"])
+def test_what_is_in_the_way_is_left_alone(tmp_path: Path, suffix: str, kind: str) -> None:
+    precious, way = tmp_path / "precious", tmp_path / f"out{suffix}"
+    precious.write_text("precious")
+    if kind == "folder":
+        way.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(way)
+    else:
+        way.symlink_to(precious if kind == "link" else "nowhere")
+    with pytest.raises(FormatError, match="in the way"):
+        PackedWriter(tmp_path / "out", [], resume_key="key")
+    assert precious.read_text() == "precious"
+    assert {path.name for path in tmp_path.iterdir()} == {"precious", way.name}
+
+
+def test_a_writer_that_was_overtaken_leaves_the_result_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partial file was opened, and before it was locked another process had completed and renamed it."""
+    out = tmp_path / "out"
+    made = list(layers().values())
+    specs = [LayerSpec.of(layer) for layer in made]
+    lock = PackedWriter._lock
+
+    def overtaken(writer: PackedWriter) -> None:
+        monkeypatch.setattr(PackedWriter, "_lock", lock)
+        with PackedWriter(out, specs, resume_key="key") as other:
+            for layer in made:
+                other.write(layer)
+        lock(writer)
+
+    monkeypatch.setattr(PackedWriter, "_lock", overtaken)
+    with pytest.raises(FormatError, match="has just completed"):
+        PackedWriter(out, specs, resume_key="key")
+    assert {name: same(layer, layers()[name]) for name, layer in tf.load(out).items()} == dict.fromkeys(layers(), True)
+
+
+def test_threads_save_to_the_same_path(tmp_path: Path) -> None:
+    """Each writes a file of its own: the result is one of them, whole."""
+    made = list(layers().values())
+    with ThreadPoolExecutor(4) as pool:
+        for result in [pool.submit(tf.save, tmp_path / "out", made[: 1 + i % 2]) for i in range(8)]:
+            result.result()
+    assert len(tf.load(tmp_path / "out")) in (1, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

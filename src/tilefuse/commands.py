@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from tilefuse import __version__
 from tilefuse.convert import pack_checkpoint
@@ -28,6 +30,9 @@ app = typer.Typer(
 
 def run(arguments: Sequence[str]) -> int:
     """Runs the command with ``arguments``; returns its exit status: 1 for an error that tilefuse reports."""
+    # Names of layers and files may hold what the terminal has no character for, lone surrogates included.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         # Without standalone mode click returns a status that typer.Exit gave, and hands its own errors on.
         status = app(args=list(arguments), prog_name="tilefuse", standalone_mode=False)
@@ -74,7 +79,7 @@ def pack(
     """Pack the quantised layers of a checkpoint into one file."""
     console = Console(stderr=True)
     bar = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -130,7 +135,8 @@ def inspect(
 
 
 def _table(found: Inspection) -> Table:
-    table = Table(title=f"{found.path} ({found.kind})", title_justify="left", box=SIMPLE_HEAD)
+    # Text: a name in brackets is no markup.
+    table = Table(title=Text(f"{found.path} ({found.kind})"), title_justify="left", box=SIMPLE_HEAD)
     table.add_column("layer", overflow="fold")
     for heading in ("K x N", "scheme", "format"):
         table.add_column(heading)
@@ -139,7 +145,7 @@ def _table(found: Inspection) -> Table:
     for row in found.rows:
         padding = "-" if row.padding is None else f"{row.padding:.1%}"
         table.add_row(
-            row.name,
+            Text(row.name),
             f"{row.k} x {row.n}",
             row.scheme,
             row.format,

@@ -47,9 +47,9 @@ def _selected(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool
 
 def _fingerprint(path: Path) -> list[list[str | int]]:
     """Name, size, modification time and header hash of each file of a checkpoint."""
-    files = sorted(path.glob("*.safetensors*")) + sorted(path.glob("*.json")) if path.is_dir() else [path]
+    files = sorted([*path.glob("*.safetensors"), *path.glob("*.json")]) if path.is_dir() else [path]
     prints: list[list[str | int]] = []
-    for file in dict.fromkeys(files):
+    for file in filter(Path.is_file, files):
         status = file.stat()
         with file.open("rb") as stream:
             head = stream.read(8)
@@ -87,13 +87,18 @@ def pack_checkpoint(
         progress: See `Progress`.
 
     Raises:
-        FormatError: ``out`` exists and ``force`` is not given, or no layer is selected.
+        FormatError: ``out`` exists and ``force`` is not given, is not a regular file or is one of the checkpoint's, or
+            no layer is selected.
         TileFuseError: Whatever `open_checkpoint`, `Checkpoint.linear` and `pack` raise.
     """
     source, out = Path(source), Path(out)
     if out.exists() and not force:
         raise FormatError(f"{out} exists; give another name, or --force to replace it")
+    if out.exists() and not out.is_file():
+        raise FormatError(f"{out} is not a regular file and is never replaced; give the name of a file")
     checkpoint = open_checkpoint(source)
+    if out.exists() and any(out.samefile(file) for file in checkpoint.files()):
+        raise FormatError(f"{out} is a file of the checkpoint itself and is never replaced; give another name")
     selected = [info for info in checkpoint.linears() if _selected(info.name, include, exclude)]
     names = [info.name for info in selected if info.quantized]
     if not names:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,11 +119,15 @@ class PackedWriter:
         self.specs = {spec.name: spec for spec in specs}
         self.done: set[str] = set()
         self._resumable = resume_key is not None
-        suffix = ".partial" if self._resumable else f".{os.getpid()}.tmp"
+        suffix = ".partial" if self._resumable else f".{uuid.uuid4().hex}.tmp"
         self.partial = self.path.with_name(self.path.name + suffix)
         self.journal = self.path.with_name(self.path.name + ".journal")
         header, self._offsets, self._size = _header(specs, dict(metadata or {}))
-        self._file = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        for side in (self.partial, self.journal):
+            # Whatever a link leads to is not ours to overwrite, and a pipe would block.
+            if side.is_symlink() or (side.exists() and not side.is_file()):
+                raise FormatError(f"{side} is in the way and not a regular file; remove it or give another name")
+        self._file = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             if self._resumable:
                 self._lock()
@@ -140,6 +145,9 @@ class PackedWriter:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise FormatError(f"{self.partial}: another process is writing it; wait for it or end it") from None
+        # The other one may have finished between open and lock: what is locked then is its result, under another name.
+        if not self.partial.exists() or not os.path.samestat(self.partial.stat(), os.fstat(self._file)):
+            raise FormatError(f"{self.partial}: another process has just completed {self.path}")
 
     def _finished(self, key: str, header: bytes) -> set[str]:
         """Layers that an earlier run with the same key and header completed."""

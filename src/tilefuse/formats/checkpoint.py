@@ -70,6 +70,10 @@ class Checkpoint:
             counts[key] = counts.get(key, 0) + 1
         return max(counts, key=lambda key: (key[0], counts[key]))[1] if counts else ""
 
+    def files(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return self._store.files()
+
     def tensors(self) -> list[str]:
         """Names of all tensors."""
         return list(self._store)

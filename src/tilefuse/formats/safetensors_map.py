@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -85,8 +86,12 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        # A pipe without a writer would block right here.
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise FormatError(f"{path}: not a regular file; give a safetensors file or the folder of a checkpoint")
+            size = status.st_size
             if size < 8:
                 raise FormatError(f"{path}: {size} bytes, too short for a safetensors file; fetch it again")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -73,6 +73,10 @@ class Store:
     def __contains__(self, name: object) -> bool:
         return name in self._files
 
+    def files(self) -> list[Path]:
+        """The files, each once."""
+        return list(dict.fromkeys(file.path for file in self._files.values()))
+
     def path(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self._files[name].path
