@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import tilefuse as tf
+from tilefuse.convert import pack_checkpoint
 from tilefuse.formats.safetensors_map import MappedFile
+from tilefuse.inspection import inspect
 
 
 def assert_reads(layer: tf.QuantizedLinear, truth: checkpoints.Truth) -> None:
@@ -238,14 +240,65 @@ def test_without_configuration(form: str, tmp_path: Path, rng: np.random.Generat
     truth = checkpoints.MAKERS[form](tmp_path, rng, 64, 32)
     (tmp_path / "config.json").unlink()
     checkpoint = tf.open_checkpoint(tmp_path / "model.safetensors")
-    if form == "awq-gemm-order":
+    if form.startswith("awq-gemm") and form != "awq-gemm-w8":
         # Only the configuration tells natural nibble order from AutoAWQ's.
-        assert not np.array_equal(checkpoint.linear("layer").codes_kn(), truth.codes)
+        with pytest.raises(tf.errors.FormatError, match=r"layer\.qweight.*pack_method"):
+            checkpoint.linears()
     elif form == "gptq-act-order":
         with pytest.raises(tf.errors.FormatError, match=r"layer\.qzeros.*gptq_v2"):
             checkpoint.linear("layer")
     else:
         assert_reads(checkpoint.linear("layer"), truth)
+
+
+@pytest.mark.parametrize("form", checkpoints.MAKERS)
+def test_configuration_as_an_argument(form: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """It stands in for one that is missing, and beats one that is wrong."""
+    truth = checkpoints.MAKERS[form](tmp_path, rng, 64, 32)
+    config = tmp_path / "config.json"
+    quantization = json.loads(config.read_text())["quantization_config"]
+    for text in ("{}", '{"quantization_config": {"quant_method": "none"}}'):
+        config.write_text(text)
+        for path in (tmp_path, tmp_path / "model.safetensors"):
+            checkpoint = tf.open_checkpoint(path, quantization=quantization)
+            assert checkpoint.quantization == quantization
+            assert_reads(checkpoint.linear("layer"), truth)
+
+
+def test_a_refused_layer_hides_no_other(tmp_path: Path, rng: np.random.Generator) -> None:
+    """compressed-tensors with a layer in fp8, GPTQ with one in 3 bits."""
+    good = checkpoints.truth(rng, 64, 32, group=32)
+    fp8 = {"weight": np.zeros((8, 32), checkpoints.FP8), "weight_scale": np.ones((8, 1), np.float32)}
+    mixed = checkpoints.ct_config(4, 32) | {"format": "mixed-precision"}
+    mixed["config_groups"]["group_0"].pop("format")
+    three = {
+        "qweight": np.zeros((6, 32), np.int32),
+        "qzeros": np.zeros((2, 3), np.int32),
+        "scales": np.ones((2, 32), np.float16),
+    }
+    cases = {
+        "ct": (checkpoints.ct_packed(good), fp8, mixed, "float-quantized"),
+        "gptq": (checkpoints.gptq(good), three, checkpoints.gptq_config(4, 32, dynamic={"bad": {"bits": 3}}), "3 bits"),
+    }
+    for name, (tensors, refused, config, message) in cases.items():
+        path = checkpoints.save(
+            tmp_path / name, {**checkpoints.named("bad", refused), **checkpoints.named("good", tensors)}, config
+        )
+        checkpoint = tf.open_checkpoint(path)
+        assert [info.name for info in checkpoint.linears()] == ["good"]
+        assert_reads(checkpoint.linear("good"), good)
+        assert list(checkpoint.refused()) == ["bad"]
+        with pytest.raises(tf.errors.UnsupportedFormatError, match=message) as raised:
+            checkpoint.linear("bad")
+        assert checkpoint.refused() == {"bad": str(raised.value)}
+        # Nothing is left out of a packed file unasked, and what is left out is shown.
+        with pytest.raises(tf.errors.UnsupportedFormatError, match=f"{message}.*--exclude 'bad'"):
+            pack_checkpoint(path, tmp_path / f"{name}.packed")
+        assert pack_checkpoint(path, tmp_path / f"{name}.packed", exclude=["bad"]).layers == 1
+        assert inspect(path).refused == checkpoint.refused()
+        alone = checkpoints.save(tmp_path / f"{name}-only", checkpoints.named("bad", refused), config)
+        with pytest.raises(tf.errors.UnsupportedFormatError, match=message):
+            tf.open_checkpoint(alone).linears()
 
 
 @pytest.mark.parametrize(("dtype", "form"), [(np.float16, "fp16"), (checkpoints.BF16, "bf16"), (np.float32, "fp32")])
@@ -293,7 +346,8 @@ def test_head_by_what_the_file_holds(tmp_path: Path, rng: np.random.Generator) -
             assert (info.format, info.quantized) == ("fp16", False)
             expected = extra.get("lm_head.weight", embedding["model.embed_tokens.weight"])
             np.testing.assert_array_equal(checkpoint.dense("lm_head"), expected.T)
-    untied = checkpoints.save(tmp_path / "untied", {**body, **embedding}, None, tie_word_embeddings=False)
+    config = checkpoints.awq_config(4, 32)
+    untied = checkpoints.save(tmp_path / "untied", {**body, **embedding}, config, tie_word_embeddings=False)
     assert [info.name for info in tf.open_checkpoint(untied).linears()] == ["layer"]
 
 

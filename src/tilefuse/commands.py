@@ -132,6 +132,8 @@ def inspect(
         if not console.is_terminal:
             console.width = 200  # a pipe has no width of its own, and the default of 80 would fold the columns
         console.print(_table(found))
+        for reason in found.refused.values():
+            console.print(f"not read: {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(found: Inspection) -> Table:

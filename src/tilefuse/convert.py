@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tilefuse._buffers import aligned_empty
-from tilefuse.errors import FormatError
+from tilefuse.errors import FormatError, UnsupportedFormatError
 from tilefuse.formats import open_checkpoint
 from tilefuse.layout import DEFAULT_COLUMNS
 from tilefuse.packed import pack, packed_layout
@@ -87,6 +87,7 @@ def pack_checkpoint(
         progress: See `Progress`.
 
     Raises:
+        UnsupportedFormatError: A selected layer is of a format that is not read.
         FormatError: ``out`` exists and ``force`` is not given, is not a regular file or is one of the checkpoint's, or
             no layer is selected.
         TileFuseError: Whatever `open_checkpoint`, `Checkpoint.linear` and `pack` raise.
@@ -100,6 +101,9 @@ def pack_checkpoint(
     if out.exists() and any(out.samefile(file) for file in checkpoint.files()):
         raise FormatError(f"{out} is a file of the checkpoint itself and is never replaced; give another name")
     selected = [info for info in checkpoint.linears() if _selected(info.name, include, exclude)]
+    for name, reason in checkpoint.refused().items():
+        if _selected(name, include, exclude):
+            raise UnsupportedFormatError(f"{reason}; or leave it out with --exclude {name!r}")
     names = [info.name for info in selected if info.quantized]
     if not names:
         raise FormatError(

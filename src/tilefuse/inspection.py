@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Inspection:
     path: Path
     kind: str
     rows: list[Row]
+    refused: dict[str, str] = field(default_factory=dict)
+    """Layers of formats that are not read, and why."""
 
     def to_json(self) -> dict[str, Any]:
         """The same in JSON's types."""
@@ -60,7 +62,13 @@ class Inspection:
             "nbytes": self.nbytes,
             "bits_per_weight": self.nbytes * 8 / max(self.weights, 1),
         }
-        return {"path": str(self.path), "kind": self.kind, "layers": layers, "total": total}
+        return {
+            "path": str(self.path),
+            "kind": self.kind,
+            "layers": layers,
+            "refused": self.refused,
+            "total": total,
+        }
 
     @property
     def weights(self) -> int:
@@ -113,4 +121,6 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     path = Path(path)
     if path.is_file() and MappedFile(path).metadata.get("format") == FORMAT:
         return Inspection(path, "packed", [_packed_row(spec) for spec in PackedFile(path).specs.values()])
-    return Inspection(path, "checkpoint", [_checkpoint_row(info) for info in open_checkpoint(path).linears()])
+    checkpoint = open_checkpoint(path)
+    rows = [_checkpoint_row(info) for info in checkpoint.linears()]
+    return Inspection(path, "checkpoint", rows, checkpoint.refused())

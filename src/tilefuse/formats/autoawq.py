@@ -91,6 +91,13 @@ def _describe_gemm(store: Store, name: str, settings: Settings, bits: int | None
     pack_method = settings.text("pack_method") or "reorder"
     if pack_method not in ("order", "reorder"):
         raise UnsupportedFormatError(f"{settings.source}: pack_method {pack_method!r} is neither 'order' nor 'reorder'")
+    if bits == 4 and not settings.raw:
+        # Both orders are in use and look alike.
+        raise FormatError(
+            f"{store.where(f'{name}.qweight')}: without a configuration it is not known whether its words are in "
+            "AutoAWQ's order or in natural order (Quark); put config.json beside the file, or pass "
+            "open_checkpoint(..., quantization={'quant_method': 'awq', 'pack_method': 'reorder' or 'order'})"
+        )
     order = CodeOrder.WORDS_N_AWQ if bits == 4 and pack_method == "reorder" else CodeOrder.WORDS_N
     return _facts(store, name, k, n, bits, group, "awq-gemm", symmetric, order)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -56,6 +56,7 @@ class Checkpoint:
         if embedding is not None:
             self._weights["lm_head"] = embedding
         self._facts: dict[str, Facts] = {}
+        self._refused: dict[str, str] | None = None
         self._layers = sorted({*self._weights, *self._quantized}, key=_natural)
 
     def __repr__(self) -> str:
@@ -87,13 +88,34 @@ class Checkpoint:
         return self._store.get(name)
 
     def linears(self) -> list[LinearInfo]:
-        """The linear layers, in the natural order of their names. Reads headers (and ``weight_shape``) only.
+        """The linear layers that are read, in the natural order of their names; `refused` has the others.
+
+        Reads headers (and ``weight_shape``) only.
 
         Raises:
             FormatError: The tensors of a layer are missing or contradict each other or the configuration.
-            UnsupportedFormatError: A layer is quantised in a way that is not read.
+            UnsupportedFormatError: All quantised layers are of formats that are not read.
         """
-        return [self.info(name) for name in self._layers]
+        refused = self.refused()
+        if refused and len(refused) == len(self._quantized):
+            raise UnsupportedFormatError(next(iter(refused.values())))
+        return [self.info(name) for name in self._layers if name not in refused]
+
+    def refused(self) -> dict[str, str]:
+        """The layers of formats that are not read, and why: what `linear` raises for each.
+
+        Raises:
+            FormatError: As in `linears`.
+        """
+        if self._refused is None:
+            found: dict[str, str] = {}
+            for name in self._layers:
+                try:
+                    self.info(name)
+                except UnsupportedFormatError as error:
+                    found[name] = str(error)
+            self._refused = found
+        return self._refused
 
     def info(self, name: str) -> LinearInfo:
         """What `linears` says about one layer."""
@@ -174,7 +196,7 @@ def _words_reader(store: Store, layer: str, method: str) -> Any:
     return autoawq
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, *, quantization: Mapping[str, Any] | None = None) -> Checkpoint:
     """Open a checkpoint: AutoAWQ, GPTQ, compressed-tensors, or unquantised.
 
     Files are mapped, not read; nothing is unpacked here.
@@ -182,7 +204,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Args:
         path: A directory with safetensors files (sharded by ``model.safetensors.index.json`` or one file) and
             ``config.json``, or one safetensors file (its directory's configuration is used if there is one; otherwise
-            the tensors tell the format).
+            the tensors tell the format as far as they can).
+        quantization: The quantisation settings, as ``quantization_config`` in ``config.json`` would hold them, in place
+            of those found.
 
     Raises:
         FormatError: A file is missing, damaged or contradicts another; the message names the file and tensor.
@@ -195,10 +219,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not path.is_dir():
         file = MappedFile(path)
         store = Store(dict.fromkeys(file, file))
-        config, settings = load(path.parent, file.metadata)
+        config, settings = load(path.parent, file.metadata, quantization)
         return Checkpoint(path, store, config, settings, tied=config.get("tie_word_embeddings") is True)
     files, metadata = _open_directory(path)
-    config, settings = load(path, metadata)
+    config, settings = load(path, metadata, quantization)
     return Checkpoint(path, Store(files), config, settings, tied=_tied(config))
 
 

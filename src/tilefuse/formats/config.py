@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,15 @@ class Settings:
         return ""
 
 
-def load(directory: Path, metadata: dict[str, str]) -> tuple[dict[str, Any], Settings]:
-    """The model's `config.json` (empty if there is none) and its quantisation settings (empty if unquantised)."""
+def load(directory: Path, metadata: dict[str, str], given: Mapping[str, Any] | None) -> tuple[dict[str, Any], Settings]:
+    """The model's `config.json` (empty if there is none) and its quantisation settings (empty if unquantised).
+
+    Settings that are ``given`` take the place of those in the files.
+    """
     path = directory / CONFIG
     config = read_json(path) if path.is_file() else {}
+    if given is not None:
+        return config, Settings(dict(given), "the argument quantization")
     text_config = config.get("text_config")
     for holder in (config, text_config if isinstance(text_config, dict) else {}):
         for key in ("quantization_config", "compression_config"):
