@@ -1,0 +1,119 @@
+// Conversion to bfp16ebs8 and its products, the arithmetic that AIE2P documents only by example. The model:
+//
+// - fp32 -> bfp16: the shared exponent is the largest of the 8; each value is rounded, in the core's mode, to a
+// multiple of
+//   2^(exponent - 127 - 6). If a value then falls outside [-128, 127], the exponent goes up by one and all 8 are
+//   rounded again from what they were. fp32 denormals count as zero; Inf and NaN are not defined (a design must not
+//   make them). For finite normal bfloat16 in conv_even this is what hardware was seen to do, byte for byte, by others.
+// - dot product of 8: the integer sum of mantissa products is exact, and so is its scaling; the result, rounded to fp32
+// (a
+//   rounding that only under- or overflow makes visible), is added to the fp32 accumulator with one rounding to nearest
+//   even. Hardware may keep a few bits fewer when it aligns the sum with the accumulator.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
+#include "count.hpp"
+#include "native.hpp"
+#include "rounding.hpp"
+
+namespace aie::detail {
+
+// 2^n, for n in the range of double's normal exponents.
+[[gnu::always_inline]] inline double power_of_2(int n) {
+  return std::bit_cast<double>(static_cast<uint64_t>(n + 1023) << 52);
+}
+
+[[gnu::always_inline]] inline unsigned exponent_field(float x) { return (std::bit_cast<uint32_t>(x) >> 23) & 0xffu; }
+
+// 8 values -> 8 mantissas (as integers in doubles) at the given exponent.
+template <rounding_mode Mode>
+[[gnu::always_inline]] inline bool round_mantissas(const double* x, unsigned exponent, double* mantissas) {
+  const double to_unit = power_of_2(133 - static_cast<int>(exponent));
+  int outside = 0;
+  for (int i = 0; i < 8; ++i) {
+    mantissas[i] = round_to_integer<Mode>(x[i] * to_unit);
+    outside |= static_cast<int>(mantissas[i] > 127) | static_cast<int>(mantissas[i] < -128);
+  }
+  return outside == 0;
+}
+
+template <rounding_mode Mode>
+inline void convert_block(const float* x, int8_t* mantissas, uint8_t* exponent) {
+  unsigned largest = 0;
+  std::array<double, 8> wide;
+  for (int i = 0; i < 8; ++i) {
+    const unsigned field = exponent_field(x[i]);
+    largest = field > largest ? field : largest;
+    wide[i] = field == 0 ? 0.0 : static_cast<double>(x[i]);
+  }
+  std::array<double, 8> rounded;
+  if (!round_mantissas<Mode>(wide.data(), largest, rounded.data()))
+    round_mantissas<Mode>(wide.data(), ++largest, rounded.data());
+  for (int i = 0; i < 8; ++i) mantissas[i] = static_cast<int8_t>(static_cast<int>(rounded[i]));
+  *exponent = static_cast<uint8_t>(largest);
+}
+
+// 64 values, 8 blocks of 8.
+inline v64bfp16ebs8 to_bfp16(const float* x) {
+  std::array<int8_t, 64> mantissas;
+  std::array<uint8_t, 8> exponents;
+  with_rounding_mode([&](auto mode) {
+    for (int block = 0; block < 8; ++block)
+      convert_block<decltype(mode)::value>(x + 8 * block, mantissas.data() + 8 * block, &exponents[block]);
+  });
+  v64bfp16ebs8 result;
+  std::memcpy(&result.mantissa, mantissas.data(), 64);
+  std::memcpy(&result.exponent, exponents.data(), 8);
+  return result;
+}
+
+inline void from_bfp16(const v64bfp16ebs8& v, float* x) {
+  for (int i = 0; i < 64; ++i) {
+    const auto exponent = static_cast<uint8_t>(v.exponent[i / 8]);
+    x[i] = static_cast<float>(v.mantissa[i] * power_of_2(static_cast<int>(exponent) - 133));
+  }
+}
+
+// sum[m][n] = A[m][:] . B[n][:], exact.
+inline void bfp16_dots(const v64bfp16ebs8& a, const v64bfp16ebs8& b, float* sums) {
+  std::array<int8_t, 64> a_bytes, b_bytes;
+  std::memcpy(a_bytes.data(), &a.mantissa, 64);
+  std::memcpy(b_bytes.data(), &b.mantissa, 64);
+  // fp32 holds every partial sum: at most 8 * 128 * 128 = 2^17. k-major, so that the loop over n vectorises.
+  std::array<float, 64> b_by_k;
+  for (int n = 0; n < 8; ++n)
+    for (int k = 0; k < 8; ++k) b_by_k[8 * k + n] = static_cast<float>(b_bytes[8 * n + k]);
+  std::array<float, 64> a_wide;
+  for (int i = 0; i < 64; ++i) a_wide[i] = static_cast<float>(a_bytes[i]);
+  for (int m = 0; m < 8; ++m) {
+    std::array<float, 8> row{};
+    for (int k = 0; k < 8; ++k)
+      for (int n = 0; n < 8; ++n) row[n] += a_wide[8 * m + k] * b_by_k[8 * k + n];
+    std::memcpy(sums + 8 * m, row.data(), sizeof row);
+  }
+}
+
+// acc[m][n] = (Accumulate ? acc[m][n] : 0) + A[m][:] . B[n][:]
+template <bool Accumulate>
+inline void bfp16_mac(const v64bfp16ebs8& a, const v64bfp16ebs8& b, float* acc) {
+  std::array<float, 64> sums;
+  bfp16_dots(a, b, sums.data());
+  std::array<uint8_t, 8> a_exponents, b_exponents;
+  std::memcpy(a_exponents.data(), &a.exponent, 8);
+  std::memcpy(b_exponents.data(), &b.exponent, 8);
+  std::array<double, 8> scale;
+  for (int n = 0; n < 8; ++n) scale[n] = power_of_2(b_exponents[n] - 133);
+  for (int m = 0; m < 8; ++m) {
+    const double row_scale = power_of_2(a_exponents[m] - 133);
+    for (int n = 0; n < 8; ++n) {
+      const auto dot = static_cast<float>(sums[8 * m + n] * (row_scale * scale[n]));
+      acc[8 * m + n] = Accumulate ? acc[8 * m + n] + dot : dot;
+    }
+  }
+}
+
+}  // namespace aie::detail

@@ -1,0 +1,182 @@
+// aie::mmul: the shapes and operand types below, and no others. A is M x K row-major, B is K x N row-major, except that
+// a bfp16 B comes transposed, N x K, because its blocks of 8 have to run along k.
+#pragma once
+
+#include "accum.hpp"
+#include "arithmetic.hpp"
+#include "bfp16.hpp"
+#include "block_vector.hpp"
+#include "count.hpp"
+#include "shuffle.hpp"
+#include "types.hpp"
+#include "vector.hpp"
+
+// --- the multiplier's own instruction
+// -----------------------------------------------------------------------------------
+
+[[nodiscard]] inline v64accfloat mul_8x8_8x8T(const v64bfp16ebs8& a, const v64bfp16ebs8& b) {
+  v64accfloat acc;
+  aie::detail::bfp16_mac<false>(a, b, acc.data.data());
+  ++aie::detail::count::now().vec;
+  return acc;
+}
+
+// acc[m][n] + sum over k of a[m][k] b[n][k]
+[[nodiscard]] inline v64accfloat mac_8x8_8x8T(const v64bfp16ebs8& a, const v64bfp16ebs8& b, v64accfloat acc) {
+  aie::detail::bfp16_mac<true>(a, b, acc.data.data());
+  ++aie::detail::count::now().vec;
+  return acc;
+}
+
+namespace aie {
+
+// --- operand modifiers
+// ----------------------------------------------------------------------------------------------------
+
+namespace detail {
+template <BlockVector Vec>
+struct transposed {
+  const Vec& operand;
+};
+}  // namespace detail
+
+template <BlockVector Vec>
+[[nodiscard]] detail::transposed<Vec> op_transpose(const Vec& v) {
+  return {v};
+}
+
+// --- mmul
+// -------------------------------------------------------------------------------------------------------------------
+
+namespace detail {
+
+template <typename T>
+using tag_or_default = std::conditional_t<std::is_same_v<T, accauto>, accfloat, T>;
+
+// What every 8 x 8 result has in common; the first mac of a new one multiplies.
+class mmul_8x8 {
+ public:
+  using accum_type = accum<accfloat, 64>;
+
+  mmul_8x8() = default;
+  mmul_8x8(const accum_type& acc) : acc_(acc), zero_(false) {}
+
+  [[nodiscard]] accum_type to_accum() const { return acc_; }
+  operator accum_type() const { return acc_; }
+  template <typename T>
+  [[nodiscard]] auto to_vector() const {
+    return acc_.template to_vector<T>();
+  }
+
+  static constexpr unsigned size() { return 64; }
+
+ protected:
+  void multiply(const v64bfp16ebs8& a, const v64bfp16ebs8& b, bool accumulate) {
+    acc_ = accumulate && !zero_ ? mac_8x8_8x8T(a, b, acc_) : mul_8x8_8x8T(a, b);
+    zero_ = false;
+  }
+
+  accum_type acc_;
+  bool zero_ = true;
+};
+
+template <unsigned M, unsigned K, unsigned N, typename TypeA, typename TypeB>
+struct mmul_impl;  // not defined: AIE2P has no such shape, or no kernel here uses it
+
+#if AIE_API_EMULATE_BFLOAT16_MMUL_WITH_BFP16
+
+// bfloat16 by bfloat16, both converted: A through an accumulator, B, transposed, through a product with one, so that
+// the two conversions use different slots.
+template <>
+struct mmul_impl<8, 8, 8, bfloat16, bfloat16> : mmul_8x8 {
+  using mmul_8x8::mmul_8x8;
+  using vector_A_type = vector<bfloat16, 64>;
+  using vector_B_type = vector<bfloat16, 64>;
+
+  void mul(const vector_A_type& a, const vector_B_type& b) { run(a, b, false); }
+  void mac(const vector_A_type& a, const vector_B_type& b) { run(a, b, true); }
+
+ private:
+  void run(const vector_A_type& a, const vector_B_type& b, bool accumulate) {
+    const accum_type a_wide(a);
+    auto one = bf16_vector<64>();
+    one.data.fill(bfloat16(1.0f));  // a constant register: costs nothing in a loop
+    const accum_type b_wide = aie::mul(transpose(b, 8, 8), one);
+    multiply(a_wide.to_vector<bfp16ebs8>(), b_wide.to_vector<bfp16ebs8>(), accumulate);
+  }
+};
+
+#else
+
+// bfloat16 by bfloat16 on the element-wise multiplier: for each k, in order, a column of A by a row of B, each product
+// exact, each sum rounded. What limits it is the 42 broadcasts and shuffles.
+template <>
+struct mmul_impl<8, 8, 8, bfloat16, bfloat16> : mmul_8x8 {
+  using mmul_8x8::mmul_8x8;
+  using vector_A_type = vector<bfloat16, 64>;
+  using vector_B_type = vector<bfloat16, 64>;
+
+  void mul(const vector_A_type& a, const vector_B_type& b) { run(a, b, false); }
+  void mac(const vector_A_type& a, const vector_B_type& b) { run(a, b, true); }
+
+ private:
+  void run(const vector_A_type& a, const vector_B_type& b, bool accumulate) {
+    if (!accumulate || zero_) acc_.data.fill(0);
+    zero_ = false;
+    for (unsigned k = 0; k < 8; ++k)
+      for (unsigned m = 0; m < 8; ++m)
+        for (unsigned n = 0; n < 8; ++n)
+          acc_.data[8 * m + n] += static_cast<float>(a.data[8 * m + k]) * static_cast<float>(b.data[8 * k + n]);
+    count::now().vec += 16;
+    count::now().mv += 42;
+  }
+};
+
+#endif
+
+// bfloat16 by bfp16: only A is converted.
+template <>
+struct mmul_impl<8, 8, 8, bfloat16, bfp16ebs8> : mmul_8x8 {
+  using mmul_8x8::mmul_8x8;
+  using vector_A_type = vector<bfloat16, 64>;
+  using vector_B_type = transposed<block_vector<bfp16ebs8, 64>>;
+
+  void mul(const vector_A_type& a, const vector_B_type& b) { run(a, b, false); }
+  void mac(const vector_A_type& a, const vector_B_type& b) { run(a, b, true); }
+
+ private:
+  void run(const vector_A_type& a, const vector_B_type& b, bool accumulate) {
+    multiply(accum_type(a).to_vector<bfp16ebs8>(), b.operand, accumulate);
+  }
+};
+
+template <>
+struct mmul_impl<8, 8, 8, bfp16ebs8, bfp16ebs8> : mmul_8x8 {
+  using mmul_8x8::mmul_8x8;
+  using vector_A_type = block_vector<bfp16ebs8, 64>;
+  using vector_B_type = transposed<block_vector<bfp16ebs8, 64>>;
+
+  void mul(const vector_A_type& a, const vector_B_type& b) { multiply(a, b.operand, false); }
+  void mac(const vector_A_type& a, const vector_B_type& b) { multiply(a, b.operand, true); }
+};
+
+}  // namespace detail
+
+template <unsigned M_Elems, unsigned K_Elems, unsigned N_Elems, typename TypeA, typename TypeB = TypeA,
+          typename AccumTag = accauto>
+  requires std::is_same_v<detail::tag_or_default<AccumTag>, accfloat>
+class mmul : public detail::mmul_impl<M_Elems, K_Elems, N_Elems, TypeA, TypeB> {
+  using base = detail::mmul_impl<M_Elems, K_Elems, N_Elems, TypeA, TypeB>;
+
+ public:
+  static constexpr unsigned M = M_Elems;
+  static constexpr unsigned K = K_Elems;
+  static constexpr unsigned N = N_Elems;
+  static constexpr unsigned size_A = M * K;
+  static constexpr unsigned size_B = K * N;
+  static constexpr unsigned size_C = M * N;
+
+  using base::base;
+};
+
+}  // namespace aie
