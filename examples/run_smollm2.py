@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -86,7 +87,7 @@ def measure(
 
 def main() -> None:
     args = arguments()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     path = find_gguf()
     gguf = GgufModel(path)
     tokenizer = load_tokenizer(gguf)

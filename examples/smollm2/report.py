@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
 
 import tilefuse as tf
@@ -102,7 +103,7 @@ def where() -> str:
 
 def layer_table(result: Result) -> Table:
     """One row a kind of layer: shape, error against the reference, speed."""
-    table = Table(title=f"{result.variant.name}: {result.variant.about}", title_justify="left")
+    table = Table(title=f"{result.variant.name}: {result.variant.about}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("layer")
     headings = ("count", "K", "N", "gemm max", "mean", "gemv max", "mean", "bound", "gemm GFLOP/s", "gemv GB/s")
     for heading in headings:
@@ -121,7 +122,7 @@ def layer_table(result: Result) -> Table:
 
 def summary_table(results: list[Result], original: Quality) -> Table:
     """One row a variant: size, quality, speed."""
-    table = Table(title="The whole model", title_justify="left")
+    table = Table(title="The whole model", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("weights")
     sizes, predictions = ("checkpoint", "packed", "read"), ("KL", "same top", "perplexity")
     for heading in (*sizes, *predictions, "prefill tok/s", "decode tok/s", "in gemv", "resident"):
