@@ -9,7 +9,7 @@ namespace tilefuse {
 // From the least to the most demanding; a CPU that has one has all before it (avx512_bf16_model apart).
 enum class CpuLevel : int {
   portable = 0,  // plain C++
-  avx2,          // AVX2, FMA, F16C
+  avx2,          // AVX2, FMA
   avx512,        // + AVX-512 F, BW, DQ, VL
   avx512_vnni,   // + AVX512_VNNI
   avx512_bf16,   // + AVX512_BF16

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <new>
 #include <system_error>
+#include <utility>
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -54,10 +55,12 @@ int default_threads() {
 
 std::atomic<ThreadPool*> g_pool{nullptr};
 std::mutex g_pool_mutex;
+int g_inherited_threads = 0;  // of the parent's pool, in a child made by fork(); else 0
 
 // Worker threads do not survive fork(): the child forgets its parent's pool (its memory is leaked on purpose, since its
-// threads can be neither joined nor destroyed there) and makes its own at its first job.
+// threads can be neither joined nor destroyed there) and makes one of the same size at its first job.
 void forget_pool_in_child() {
+  if (const ThreadPool* pool = g_pool.load(std::memory_order_acquire)) g_inherited_threads = pool->num_threads();
   new (&g_pool_mutex) std::mutex;
   g_pool.store(nullptr, std::memory_order_release);
 }
@@ -71,21 +74,24 @@ ThreadPool& ThreadPool::instance() {
   static std::once_flag once;
   std::call_once(once, [] {
     pthread_atfork(nullptr, nullptr, &forget_pool_in_child);
-    // Joins the workers before static destructors and library unloading pull their code away.
+    // Joins the workers before static destructors and library unloading pull their code away. The pool itself stays: a
+    // daemon thread may still be about to use it.
     std::atexit([] {
-      if (ThreadPool* pool = g_pool.exchange(nullptr)) delete pool;
+      if (ThreadPool* pool = g_pool.load(std::memory_order_acquire)) pool->shut_down();
     });
   });
-  std::unique_ptr<ThreadPool> pool(new ThreadPool(default_threads()));
-  g_pool.store(pool.get(), std::memory_order_release);
-  return *pool.release();
+  auto* pool = new ThreadPool(g_inherited_threads > 0 ? g_inherited_threads : default_threads());
+  g_pool.store(pool, std::memory_order_release);
+  return *pool;
 }
 
 ThreadPool::ThreadPool(int threads) : num_threads_(threads) {}
 
-ThreadPool::~ThreadPool() {
+// From here on every job runs on its caller's thread.
+void ThreadPool::shut_down() {
   const std::lock_guard lock(owner_);
   stop_locked();
+  set_num_threads(1);
 }
 
 void ThreadPool::set_num_threads(int n) {
@@ -140,12 +146,19 @@ void ThreadPool::run(int64_t items, Task task, void* context) {
       std::this_thread::yield();
     }
   }
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-void ThreadPool::drain(int thread) {
-  for (int64_t i = next_.fetch_add(1, std::memory_order_relaxed); i < items_;
-       i = next_.fetch_add(1, std::memory_order_relaxed)) {
-    task_(context_, i, thread);
+void ThreadPool::drain(int thread) noexcept {
+  try {
+    for (int64_t i = next_.fetch_add(1, std::memory_order_relaxed); i < items_;
+         i = next_.fetch_add(1, std::memory_order_relaxed)) {
+      task_(context_, i, thread);
+    }
+  } catch (...) {
+    next_.store(items_, std::memory_order_relaxed);
+    const std::lock_guard lock(error_mutex_);
+    if (!error_) error_ = std::current_exception();
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <type_traits>
@@ -19,7 +20,6 @@ class ThreadPool {
   // The process's pool. Sized by TILEFUSE_NUM_THREADS, else OMP_NUM_THREADS, else the CPUs this process may run on.
   static ThreadPool& instance();
 
-  ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
@@ -29,7 +29,9 @@ class ThreadPool {
   void set_num_threads(int n);
 
   // Calls fn(item, thread) for every item in [0, items), each once, on at most num_threads() threads; thread is in
-  // [0, num_threads()). Returns when all are done. Items are handed out in order, one at a time.
+  // [0, num_threads()). Returns when all are done. Items are handed out in order, one at a time. When fn throws, the
+  // items not yet handed out are dropped and the first exception is rethrown here, once no thread runs fn any more. fn
+  // must not call parallel_for.
   template <typename Fn>
   void parallel_for(int64_t items, Fn&& fn) {
     using F = std::remove_reference_t<Fn>;
@@ -46,7 +48,8 @@ class ThreadPool {
   explicit ThreadPool(int threads);
   void run(int64_t items, Task task, void* context);
   void work(int thread, uint32_t seen);
-  void drain(int thread);
+  void drain(int thread) noexcept;
+  void shut_down();
   void resize_locked(int threads);
   void stop_locked();
 
@@ -58,6 +61,9 @@ class ThreadPool {
   Task task_ = nullptr;
   void* context_ = nullptr;
   int64_t items_ = 0;
+
+  std::mutex error_mutex_;
+  std::exception_ptr error_;  // of the running job: the first that was thrown
 
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<int64_t> next_{0};
