@@ -117,6 +117,10 @@ class PackedLinear:
         )
         return out
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What a device keeps beside the fields holds addresses, and a copied array is not aligned as `data` must be.
+        return _rebuild, (self.name, self.layout, self.data, self.bias, self.perm, self.source)
+
     def _scheme(self) -> str:
         lay = self.layout
         group = "channel" if lay.group >= lay.k else lay.group
@@ -126,6 +130,17 @@ class PackedLinear:
         extras = [what for what, there in (("bias", self.bias), ("perm", self.perm)) if there is not None]
         parts = [self._scheme(), *extras, f"{self.nbytes:,} B"]
         return f"PackedLinear({self.name!r}, {', '.join(parts)}{f', from {self.source}' if self.source else ''})"
+
+
+def _rebuild(
+    name: str, layout: Layout, data: Array, bias: Array | None, perm: Array | None, source: str
+) -> PackedLinear:
+    """A layer from what pickle or copy made of its fields."""
+    if address(data) % ALIGNMENT:
+        moved = aligned_empty(data.nbytes)
+        moved[:] = data
+        data = moved
+    return PackedLinear(name, layout, data, bias, perm, source)
 
 
 def packed_layout(q: QuantizedLinear, columns: int = DEFAULT_COLUMNS) -> Layout:
