@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tilefuse.errors import DtypeError, ShapeError
+from tilefuse.errors import DtypeError
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
@@ -140,9 +140,3 @@ def empty_like(x: Any, shape: tuple[int, ...], kind: FloatType) -> Any:
         torch = sys.modules["torch"]
         return torch.empty(shape, dtype=getattr(torch, _NUMPY[kind].name))
     return np.empty(shape, _NUMPY[kind])
-
-
-def check_shape(x: FloatArray, shape: tuple[int, ...], argument: str, meaning: str) -> None:
-    """Raises `ShapeError` unless ``x`` has the shape; ``meaning`` says what the shape stands for."""
-    if x.shape != shape:
-        raise ShapeError(f"{argument} has shape {list(x.shape)}: expected {list(shape)} ({meaning})")

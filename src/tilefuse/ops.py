@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from tilefuse.arrays import FloatArray, check_shape, empty_like, float_type, view_rows
+from tilefuse.arrays import FloatArray, empty_like, float_type, view_rows
 from tilefuse.errors import DtypeError, ShapeError
 from tilefuse.packed import PackedLinear
 from tilefuse.runtime import resolve_device
@@ -44,14 +45,11 @@ def _matmul(x: Any, layer: PackedLinear, device: str | None, out: Any, out_dtype
         assert target is not None
     else:
         result = out
-        direct = view_rows(out, "out", copy=False)
+        direct = _check_out(out, y_shape)
         target = direct if direct is not None else view_rows(empty_like(out, tuple(out.shape), _kind_of(out)), "out")
         assert target is not None
-        check_shape(target, y_shape, "out", "rows of x by N output channels of the layer")
         if out_dtype is not None and float_type(out_dtype, "out_dtype") != target.kind:
             raise DtypeError(f"out is {out.dtype} and out_dtype is {out_dtype}: pass one of them, or make them agree")
-        if getattr(getattr(out, "flags", None), "writeable", True) is False:
-            raise DtypeError("out is read-only: pass an array that can be written")
         if target.shape[-1] and _overlap(view, target):
             view = view_rows(x.clone() if hasattr(x, "clone") else x.copy(), "x")
             assert view is not None
@@ -59,6 +57,16 @@ def _matmul(x: Any, layer: PackedLinear, device: str | None, out: Any, out_dtype
     if target.owner is not result and target.address != _address_of(result):
         result[...] = target.owner
     return result
+
+
+def _check_out(out: Any, shape: tuple[int, ...]) -> FloatArray | None:
+    """``out`` as what a device writes, or None where only a copy can be that."""
+    view = view_rows(out, "out", copy=False)
+    if tuple(out.shape) != shape:
+        raise ShapeError(f"out has shape {list(out.shape)}: expected {list(shape)} (that of x, but N for K)")
+    if getattr(getattr(out, "flags", None), "writeable", True) is False:
+        raise DtypeError("out is read-only: pass an array that can be written")
+    return view
 
 
 def _kind_of(out: Any) -> Any:
@@ -97,18 +105,22 @@ def gemv(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = N
     return _matmul(x, _layer_of(layer), device, out, out_dtype, rows_axis=False)
 
 
-def linear(x: Any, layer: PackedLinear, *, device: str | None = None, out_dtype: Any = None) -> Any:
+def linear(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = None, out_dtype: Any = None) -> Any:
     """``y = x W + bias`` over the last axis: [..., K] -> [..., N]. Arguments as in `gemm`."""
     layer = _layer_of(layer)
-    shape = getattr(x, "shape", None)
-    if shape is None or len(shape) < 1:
-        raise ShapeError(f"x has no axis of K = {layer.k} input channels")
+    shape = tuple(getattr(x, "shape", ()))
+    if len(shape) <= 2:
+        return _matmul(x, layer, device, out, out_dtype, rows_axis=len(shape) == 2)
     if shape[-1] != layer.k:
         raise ShapeError(f"x has shape {list(shape)}: the last axis must be K = {layer.k} (layer {layer.name!r})")
-    if len(shape) == 1:
-        return gemv(x, layer, device=device, out_dtype=out_dtype)
-    rows = 1
-    for extent in shape[:-1]:
-        rows *= extent
-    y = gemm(x.reshape(rows, layer.k), layer, device=device, out_dtype=out_dtype)
-    return y.reshape(*shape[:-1], layer.n)
+    rows = math.prod(shape[:-1])
+    y_shape = (*shape[:-1], layer.n)
+    x = x.reshape(rows, layer.k)
+    if out is None:
+        return _matmul(x, layer, device, None, out_dtype, rows_axis=True).reshape(y_shape)
+    _check_out(out, y_shape)
+    flat = out.reshape(rows, layer.n)  # a view, or a copy where no view has this shape
+    _matmul(x, layer, device, flat, out_dtype, rows_axis=True)
+    if _address_of(flat) != _address_of(out):
+        out[...] = flat.reshape(y_shape)
+    return out
