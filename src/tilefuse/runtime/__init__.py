@@ -76,5 +76,6 @@ def resolve_device(name: str | None) -> Device:
     wanted = name if name is not None else default_device()
     device = _DEVICES.get(wanted)
     if device is None:
-        raise DeviceError(f"device {wanted!r}: this build has {', '.join(_DEVICES)}")
+        source = "device" if name is not None else "TILEFUSE_DEVICE"
+        raise DeviceError(f"{source} is {wanted!r}: there are {', '.join(_DEVICES)}")
     return device

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from tilefuse import _core
@@ -11,11 +13,28 @@ from tilefuse.arrays import FloatArray
 from tilefuse.errors import DeviceError
 from tilefuse.packed import PackedLinear, native_layout
 
+MAX_THREADS = 256
+"""Threads at most, as in thread_pool.h."""
+
+
+@cache
+def _check_environment() -> None:
+    """Raises for settings that the C++ side, which can't report them, would pass over."""
+    level, levels = os.environ.get("TILEFUSE_CPU_LEVEL"), _core.cpu_levels()
+    if level and level not in levels:
+        raise DeviceError(
+            f"TILEFUSE_CPU_LEVEL is {level!r}: this CPU has {', '.join(levels)}; set one of these or none"
+        )
+    threads = os.environ.get("TILEFUSE_NUM_THREADS")
+    if threads and not (threads.isdecimal() and 1 <= int(threads) <= MAX_THREADS):
+        raise DeviceError(f"TILEFUSE_NUM_THREADS is {threads!r}: set 1 to {MAX_THREADS}, or nothing")
+
 
 def _native_of(layer: PackedLinear) -> tuple[Any, int, int, int]:
     """(layout, data, perm, bias) for C++; made once a layer, kept in its __dict__."""
     state = layer.__dict__.get("_cpu_native")
     if state is None:
+        _check_environment()
         state = (
             native_layout(layer.layout),
             layer.data.ctypes.data,
@@ -81,6 +100,6 @@ def set_num_threads(n: int) -> None:
     Raises:
         DeviceError: ``n`` is outside that range.
     """
-    if not 1 <= n <= 256:
-        raise DeviceError(f"num_threads = {n}: pass 1 to 256")
+    if not 1 <= n <= MAX_THREADS:
+        raise DeviceError(f"num_threads = {n}: pass 1 to {MAX_THREADS}")
     _core.set_num_threads(n)
