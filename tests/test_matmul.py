@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -137,17 +142,49 @@ def test_activations_at_the_extremes(rng: np.random.Generator, cpu_level: str, f
         assert_gemm_close(tf.gemm(rows, known.layer, out_dtype=F32), rows, known.weights)
 
 
-def test_outliers_among_small_activations(rng: np.random.Generator, cpu_level: str) -> None:
-    """One activation 10^4 times the others, on weights that are zero there: the small ones must still be right."""
-    k, n = 256, 64
-    codes = rng.integers(0, 16, (k, n), dtype=np.uint8)
-    zeros = np.full((2, n), 8, np.uint8)
-    codes[5] = 8
-    known = make_layer(rng, k, n, W4, codes=codes, zeros=zeros)
-    x = activations(rng, 2, k)
-    x[:, 5] = 1e4
+@pytest.mark.parametrize("outlier", [1e4, 1e6, 1e9, 1e30])
+@pytest.mark.parametrize("small", [7, 300], ids=["few", "many"])
+@pytest.mark.parametrize("scheme", [W4, W8, Scheme(4, 32)], ids=str)
+def test_outliers_among_small_activations(
+    rng: np.random.Generator, cpu_level: str, scheme: Scheme, small: int, outlier: float
+) -> None:
+    """One activation far above the others, on weights that are zero there: the small ones must still be right.
+
+    `small`: how many others there are; a group keeps 22 bits as digits, and apart from them what is lower and little.
+    """
+    k, n = 640, 64
+    middle = 1 << (scheme.bits - 1)
+    codes = rng.integers(0, 2 * middle, (k, n), dtype=np.uint8)
+    codes[405] = middle
+    zeros = np.full((k // scheme.group, n), middle, np.uint8)
+    known = make_layer(rng, k, n, scheme, codes=codes, zeros=zeros)
+    x = np.zeros((3, k), F32)
+    others = 2 * rng.permutation(k // 2)[:small]  # 405 is odd
+    x[:, others] = activations(rng, 3, small)
+    x[:, 405] = outlier
     for rows in (x[:1], x):
         assert_gemm_close(tf.gemm(rows, known.layer), rows, known.weights)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, 2.0**-20, -1.0])
+@pytest.mark.parametrize("outlier", [1.0, 1e6, 1e12])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_minima_that_cancel(rng: np.random.Generator, cpu_level: str, bits: int, outlier: float, scale: float) -> None:
+    """q s + m is zero, or less than s, for the code 8: large products there must cancel weight by weight."""
+    k, n = 256, 64
+    codes = rng.integers(0, 1 << bits, (k, n), dtype=np.uint8)
+    codes[5] = 8
+    scales = np.full((8, n), scale, BF16)
+    mins = (-8 * np.full((8, n), scale)).astype(BF16)
+    mins[:, ::2] *= BF16(1.03125)
+    mins[:, ::5] = 3.0
+    source = tf.QuantizedLinear("layer", "test", k, n, bits, 32, codes, tf.CodeOrder.KN, scales, None, mins)
+    weights = codes * np.repeat(scales, 32, 0).astype(F32) + np.repeat(mins, 32, 0).astype(F32)
+    x = np.zeros((2, k), F32)
+    x[:, :8] = rng.normal(size=(2, 8))
+    x[:, 5] = outlier
+    for rows in (x[:1], x):
+        assert_gemm_close(tf.gemm(rows, tf.pack(source)), rows, weights)
 
 
 @pytest.mark.parametrize("m", [1, 3, 30])
@@ -236,6 +273,16 @@ def test_gemv_and_linear(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(tf.gemv(x[3], known.layer), tf.gemm(x[3:4], known.layer)[0])
     np.testing.assert_array_equal(tf.linear(x.reshape(2, 3, 4, 64), known.layer), want.reshape(2, 3, 4, 32))
     np.testing.assert_array_equal(tf.linear(x[3], known.layer), tf.gemv(x[3], known.layer))
+    for out in (np.empty((2, 12, 32), F32), np.empty((12, 2, 32), F32).transpose(1, 0, 2)):
+        assert tf.linear(x.reshape(2, 12, 64), known.layer, out=out) is out
+        np.testing.assert_array_equal(out, want.reshape(2, 12, 32))
+    for shape in ((24, 32), (2, 12, 31)):
+        with pytest.raises(tf.errors.ShapeError, match="out has shape"):
+            tf.linear(x.reshape(2, 12, 64), known.layer, out=np.empty(shape, F32))
+    with pytest.raises(tf.errors.DtypeError, match="x is a list"):
+        tf.linear([1.0], known.layer)
+    with pytest.raises(tf.errors.ShapeError, match=r"\[2, 3\]"):
+        tf.linear(x[:2, :3], known.layer)
 
 
 def test_threads_don_t_change_a_bit(rng: np.random.Generator, cpu_level: str) -> None:
@@ -273,6 +320,70 @@ def test_python_threads_share_the_pool(rng: np.random.Generator) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+def test_copies_of_a_layer(rng: np.random.Generator, used: bool) -> None:
+    """A copy has its own, aligned memory: NumPy's own copies of an array start at any multiple of 16 bytes."""
+    known = make_layer(rng, 300, 200, W4, bias=True, perm=True)
+    x = activations(rng, 2, 300)
+    want = tf.gemm(x, known.layer, device=None if used else "reference")
+    pickled = pickle.dumps(known.layer)
+    copies = [copy.copy(known.layer), *(copy.deepcopy(known.layer) for _ in range(4))]
+    copies += [pickle.loads(pickled) for _ in range(4)]
+    for layer in copies:
+        assert layer.data.ctypes.data % tf.layout.ALIGNMENT == 0
+        assert layer.layout == known.layer.layout
+        np.testing.assert_array_equal(tf.gemm(x, layer, device=None if used else "reference"), want)
+    assert not any(np.shares_memory(layer.data, known.layer.data) for layer in copies[1:])
+
+
+def in_child(program: str, **environment: str) -> str:
+    """What a Python program prints, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_forked_child_has_its_own_threads() -> None:
+    """Without a pool of its own it would wait for ever for threads that fork() did not copy."""
+    program = """
+import os, warnings
+import numpy as np
+import tilefuse as tf
+warnings.simplefilter("ignore")  # Python warns of fork() in a process with threads
+layer = tf.pack(tf.quantize_linear(np.random.default_rng(0).normal(size=(256, 1024))))
+x = np.ones((40, 256), np.float32)
+tf.set_num_threads(3)
+want = tf.gemm(x, layer)
+child = os.fork()
+if child == 0:
+    os._exit(0 if np.array_equal(tf.gemm(x, layer), want) and tf.get_num_threads() == 3 else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert in_child(program).strip() == "0"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("TILEFUSE_CPU_LEVEL", "avx1024"), ("TILEFUSE_NUM_THREADS", "many"), ("TILEFUSE_DEVICE", "gpu")],
+)
+def test_misspelt_environment(variable: str, value: str) -> None:
+    """A setting that can't be followed is an error at the first product, not ignored."""
+    program = """
+import numpy as np
+import tilefuse as tf
+layer = tf.pack(tf.quantize_linear(np.ones((32, 8)), group=32))
+try:
+    tf.gemm(np.ones((2, 32), np.float32), layer)
+except tf.errors.DeviceError as error:
+    print(error)
+"""
+    printed = in_child(program, **{variable: value})
+    assert variable in printed
+    assert repr(value) in printed
 
 
 @given(

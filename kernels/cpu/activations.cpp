@@ -76,13 +76,14 @@ void write_row(const MatmulArgs& args, int64_t row, int64_t k, XFormat format, v
 }
 
 bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, XFormat format, float* scratch, int8_t* digits,
-                  float* scales, int32_t* sums) {
+                  float* scales, int32_t* sums, DigitRest* rests) {
   // Byte b of a block's eight holds input channel kOrder[b] of the block.
   static constexpr int kOrder4[kBlock] = {0, 2, 4, 6, 1, 3, 5, 7};
   static constexpr int kOrder8[kBlock] = {0, 1, 2, 3, 4, 5, 6, 7};
   const auto& order = format == XFormat::digits4 ? kOrder4 : kOrder8;
   const int group = args.layout.tile_group;
   load_row(args, row, k, scratch);
+  const DigitRest* const last_rest = rests + rest_capacity(k) - 1;
   for (int64_t g = 0; g < k / group; ++g) {
     const float* x = scratch + g * group;
     uint32_t largest = 0;
@@ -98,10 +99,14 @@ bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, XFormat format
     scales[g] = largest == 0 ? 0.0F : std::ldexp(1.0F, exponent - 21);
     int8_t* out = digits + g * group * kDigits;
     int32_t sum[kDigits] = {};
+    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the significand.
+    constexpr float kMagic = 0x1.8p23F;
+    bool exact = true;
     for (int b = 0; b < group / kBlock; ++b) {
       for (int i = 0; i < kBlock; ++i) {
-        // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the significand.
-        const float shifted = x[b * kBlock + order[i]] * up + 0x1.8p23F;
+        const float scaled = x[b * kBlock + order[i]] * up;
+        const float shifted = scaled + kMagic;
+        exact &= shifted - kMagic == scaled;
         const auto value = static_cast<int32_t>(__builtin_bit_cast(uint32_t, shifted) - 0x4B400000U);
         const auto d0 = static_cast<int8_t>(value);
         const int32_t rest = (value - d0) >> 8;
@@ -117,7 +122,14 @@ bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, XFormat format
       }
     }
     std::memcpy(sums + g * kDigits, sum, sizeof(sum));
+    for (int i = 0; !exact && i < group; ++i) {
+      const float rest = x[i] - (x[i] * up + kMagic - kMagic) * scales[g];
+      if (rest == 0.0F) continue;
+      if (rests == last_rest) return false;
+      *rests++ = {.k = g * group + i, .value = rest};
+    }
   }
+  *rests = {.k = kNoRest};
   return true;
 }
 

@@ -12,9 +12,10 @@ namespace tilefuse {
 // Writes row `row` of args.x (permuted, rounded to bfloat16, zero beyond K) to out: float[k] or uint32[k / 2].
 void write_row(const MatmulArgs& args, int64_t row, int64_t k, XFormat format, void* out);
 
-// Writes the digits, scales and digit sums of one row. False if the row can't be held: it has a NaN or Inf, or a group
-// whose largest magnitude is below 2^-100 but not zero (its scale would be denormal); the float kernels take such rows.
+// Writes the digits, scales, digit sums and rests of one row. False if the row can't be held: it has a NaN or Inf, a
+// group whose largest magnitude is below 2^-100 but not zero (its scale would be denormal), or too many rests; the
+// float kernels take such rows.
 [[nodiscard]] bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, XFormat format, float* scratch,
-                                int8_t* digits, float* scales, int32_t* sums);
+                                int8_t* digits, float* scales, int32_t* sums, DigitRest* rests);
 
 }  // namespace tilefuse

@@ -1,8 +1,9 @@
 // Fused matmul for few rows on AVX512_VNNI: codes times the activations' digits (matmul_kernels.h), in exact integers.
 //
-// Per group and output channel: D_i = sum q d_i and S_i = sum d_i are 32-bit integers (|D_i| <= 255 * 128 * 128 < 2^24,
-// so converting them to float is exact too), and sum (q - z) x = scale_x * sum_i 256^i (D_i - z S_i): zero points
-// cancel without rounding.
+// Per group and output channel: D_i = sum q d_i and S_i = sum d_i are 32-bit integers (|D_i - z S_i| is at most
+// (255 + kMaxFoldedZero) 128 * 128 < 2^24, so converting it to float is exact too), and sum (q - z) x = scale_x * sum_i
+// 256^i (D_i - z S_i): zero points cancel without rounding. What the digits can't hold (DigitRest) is added one input
+// channel at a time.
 #pragma once
 
 #include <immintrin.h>
@@ -21,36 +22,41 @@ constexpr int kVectors = kNt / 16;  // vectors of 32-bit lanes that hold the 64 
 // that.
 constexpr int64_t kPrefetchBytes = 4096;
 
+inline __m512 load_bf16(const std::byte* p) {
+  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
+}
+
 // dots[i][v]: D_i of output channels 16 v .. 16 v + 15. Adds the group's contribution to acc[0..63].
 inline void finish_group(const TileLayout& layout, const std::byte* tile, int group,
                          const __m512i (&dots)[kDigits][kVectors], float x_scale, const int32_t* x_sums, float* acc) {
   const std::byte* scales = tile + layout.scale_offset + static_cast<int64_t>(group) * kNt * 2;
   const std::byte* zeros = tile + layout.zero_offset;
-  const auto load_bf16 = [](const std::byte* p) {
-    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
-  };
   const __m512 x_scales = _mm512_set1_ps(x_scale);
+  const float x_sum = x_scale * (static_cast<float>(x_sums[0]) + 256.0F * static_cast<float>(x_sums[1]) +
+                                 65536.0F * static_cast<float>(x_sums[2]));
   for (int v = 0; v < kVectors; ++v) {
-    __m512i d[kDigits] = {dots[0][v], dots[1][v], dots[2][v]};
-    if (layout.zero == ZeroKind::z8) {
-      const std::byte* at = zeros + static_cast<int64_t>(group) * kNt + v * 16;
-      const __m512i z = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-      for (int i = 0; i < kDigits; ++i) {
-        d[i] = _mm512_sub_epi32(d[i], _mm512_mullo_epi32(z, _mm512_set1_epi32(x_sums[i])));
-      }
-    }
-    __m512 dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(d[1]), _mm512_set1_ps(256.0F), _mm512_cvtepi32_ps(d[0]));
-    dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(d[2]), _mm512_set1_ps(65536.0F), dot);
+    const int64_t at = static_cast<int64_t>(group) * kNt + v * 16;
+    const __m512 scale = load_bf16(scales + v * 32);
     __m512 sum = _mm512_loadu_ps(acc + v * 16);
-    sum = _mm512_fmadd_ps(_mm512_mul_ps(dot, x_scales), load_bf16(scales + v * 32), sum);
-    if (layout.zero == ZeroKind::m16) {
-      const float x_sum = x_scale * (static_cast<float>(x_sums[0]) + 256.0F * static_cast<float>(x_sums[1]) +
-                                     65536.0F * static_cast<float>(x_sums[2]));
-      const __m512 m = load_bf16(zeros + (static_cast<int64_t>(group) * kNt + v * 16) * 2);
-      sum = _mm512_fmadd_ps(m, _mm512_set1_ps(x_sum), sum);
+    __m512i z;
+    if (layout.zero == ZeroKind::z8) {
+      z = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros + at)));
+    } else {
+      // As fold_minimum does; the order of operands makes 0 / 0 a bound.
+      const __m512 m = load_bf16(zeros + at * 2);
+      const __m512 limit = _mm512_set1_ps(kMaxFoldedZero);
+      const __m512 exact = _mm512_div_ps(_mm512_sub_ps(_mm512_setzero_ps(), m), scale);
+      z = _mm512_cvtps_epi32(_mm512_max_ps(_mm512_min_ps(exact, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit)));
+      sum = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_cvtepi32_ps(z), scale, m), _mm512_set1_ps(x_sum), sum);
     }
-    _mm512_storeu_ps(acc + v * 16, sum);
+    __m512 d[kDigits];
+    for (int i = 0; i < kDigits; ++i) {
+      d[i] = _mm512_cvtepi32_ps(_mm512_sub_epi32(dots[i][v], _mm512_mullo_epi32(z, _mm512_set1_epi32(x_sums[i]))));
+    }
+    __m512 dot = _mm512_fmadd_ps(d[1], _mm512_set1_ps(256.0F), d[0]);
+    dot = _mm512_fmadd_ps(d[2], _mm512_set1_ps(65536.0F), dot);
+    _mm512_storeu_ps(acc + v * 16, _mm512_fmadd_ps(_mm512_mul_ps(dot, x_scales), scale, sum));
   }
 }
 
@@ -138,12 +144,48 @@ inline void group_w8(const TileLayout& layout, const std::byte* tile, int group,
   finish_group(layout, tile, group, dots, x_scale, x_sums, acc);
 }
 
+// The codes of input channel k, relative to the tile, of output channels 16 v .. 16 v + 15 as floats.
+inline __m512 load_codes(const TileLayout& layout, const std::byte* tile, int k, int v) {
+  const int block = k / kBlock;
+  const int j = k % kBlock;
+  if (layout.bits == 4) {
+    const __m512i w = _mm512_loadu_si512(tile + block * (kNt * 4) + v * 64);
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(w, _mm_cvtsi32_si128(4 * j)), _mm512_set1_epi32(15)));
+  }
+  const std::byte* at = tile + block * (kNt * 8) + v * 128;
+  const auto low_byte = [&](const std::byte* p) {
+    const __m512i w = _mm512_srl_epi64(_mm512_loadu_si512(p), _mm_cvtsi32_si128(8 * j));
+    return _mm512_cvtepi64_epi32(_mm512_and_si512(w, _mm512_set1_epi64(255)));
+  };
+  return _mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(low_byte(at)), low_byte(at + 64), 1));
+}
+
+// acc[0..63] += value * the weights of input channel k.
+inline void add_rest(const TileLayout& layout, const std::byte* tile, int k, float value, float* acc) {
+  const int group = k / layout.tile_group;
+  for (int v = 0; v < kVectors; ++v) {
+    const __m512 q = load_codes(layout, tile, k, v);
+    const __m512 scale = load_bf16(tile + layout.scale_offset + (group * kNt + v * 16) * 2);
+    __m512 w;
+    if (layout.zero == ZeroKind::z8) {
+      const std::byte* at = tile + layout.zero_offset + group * kNt + v * 16;
+      const __m512i z = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+      w = _mm512_mul_ps(_mm512_sub_ps(q, _mm512_cvtepi32_ps(z)), scale);
+    } else {
+      w = _mm512_fmadd_ps(q, scale, load_bf16(tile + layout.zero_offset + (group * kNt + v * 16) * 2));
+    }
+    _mm512_storeu_ps(acc + v * 16, _mm512_fmadd_ps(_mm512_set1_ps(value), w, _mm512_loadu_ps(acc + v * 16)));
+  }
+}
+
 void fused_digits_vnni(const TileRun& run, const DigitRows& x, int rows, float* acc) {
   const TileLayout& layout = *run.layout;
   const int tile_groups = layout.groups_per_tile();
   const int64_t groups = x.k / layout.tile_group;
   const int64_t row_stride = x.k * kDigits;
   std::memset(acc, 0, sizeof(float) * static_cast<size_t>(rows) * kNt);
+  const DigitRest* rest[kMaxDigitRows];
+  for (int r = 0; r < rows; ++r) rest[r] = x.rests + r * rest_capacity(x.k);
   for (int64_t kt = 0; kt < layout.k_tiles_used(); ++kt) {
     const std::byte* tile = run.tiles + kt * layout.tile_bytes;
     for (int g = 0; g < tile_groups; ++g) {
@@ -166,6 +208,11 @@ void fused_digits_vnni(const TileRun& run, const DigitRows& x, int rows, float* 
           group_w8(layout, tile, g, digits + r * row_stride, scales[r * groups], sums + r * groups * kDigits,
                    acc + r * kNt);
         }
+      }
+    }
+    for (int r = 0; r < rows; ++r) {
+      for (; rest[r]->k < (kt + 1) * kKt; ++rest[r]) {
+        add_rest(layout, tile, static_cast<int>(rest[r]->k - kt * kKt), rest[r]->value, acc + r * kNt);
       }
     }
   }

@@ -57,7 +57,7 @@ struct PairAffine {
 // The 64 output channels of one group as eight vectors of eight channels, twice each.
 inline void load_pair_affine(const TileLayout& layout, const std::byte* tile, int group, PairAffine (&out)[8]) {
   const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-  const auto load_bf16 = [&](const std::byte* p) {
+  const auto load_twice = [&](const std::byte* p) {
     const __m256i raw = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     const __m512i wide = _mm512_permutexvar_epi32(twice, _mm512_castsi256_si512(raw));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -65,7 +65,7 @@ inline void load_pair_affine(const TileLayout& layout, const std::byte* tile, in
   const std::byte* scales = tile + layout.scale_offset + static_cast<int64_t>(group) * kNt * 2;
   const std::byte* zeros = tile + layout.zero_offset;
   for (int nb = 0; nb < 8; ++nb) {
-    out[nb].scale = load_bf16(scales + nb * 16);
+    out[nb].scale = load_twice(scales + nb * 16);
     if (layout.zero == ZeroKind::z8) {
       const std::byte* at = zeros + static_cast<int64_t>(group) * kNt + nb * 8;
       const __m256i z = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
@@ -73,7 +73,7 @@ inline void load_pair_affine(const TileLayout& layout, const std::byte* tile, in
       // z s has at most 16 significant bits: exact, so the single rounding of w is that of the pack below.
       out[nb].offset = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), wide), out[nb].scale);
     } else {
-      out[nb].offset = load_bf16(zeros + (static_cast<int64_t>(group) * kNt + nb * 8) * 2);
+      out[nb].offset = load_twice(zeros + (static_cast<int64_t>(group) * kNt + nb * 8) * 2);
     }
   }
 }
@@ -180,7 +180,7 @@ void panel_rows_bf16(const void* panel_in, int64_t k, const void* x_in, int64_t 
 constexpr MatmulKernels kBf16Kernels = {
     .fused_w4_f32 = nullptr,
     .fused_digits = fused_digits_vnni,
-    .fused_rows = 4,
+    .fused_rows = kMaxDigitRows,
     .panel_format = XFormat::bf16_pairs,
     .dequantise = dequantise_bf16,
     .panel_rows = panel_rows_bf16,

@@ -8,7 +8,7 @@ const MatmulKernels& matmul_kernels_avx512_vnni() {
   static constexpr MatmulKernels kernels = {
       .fused_w4_f32 = nullptr,
       .fused_digits = fused_digits_vnni,
-      .fused_rows = 4,
+      .fused_rows = kMaxDigitRows,
       .panel_format = XFormat::f32,
       .dequantise = dequantise_f32<Simd16>,
       .panel_rows = panel_rows_f32<Simd16>,

@@ -5,6 +5,7 @@
 // Weights stay exact here, (q - z) s in float: they are not rounded to bfloat16.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 
 #include "bf16.h"
@@ -34,6 +35,14 @@ inline void load_affine(const TileLayout& layout, const std::byte* tile, int gro
     std::memcpy(raw, mins, sizeof(raw));
     for (int n = 0; n < kNt; ++n) out.offset[n] = bf16_to_float(raw[n]);
   }
+}
+
+// z and m + z s (kMaxFoldedZero) in place of a minimum m.
+inline void fold_minimum(float scale, float& zero, float& offset) {
+  constexpr float kMagic = 0x1.8p23F;  // adding it rounds to the nearest integer
+  const float exact = scale == 0.0F ? 0.0F : -offset / scale;
+  zero = std::clamp(exact, -kMaxFoldedZero, kMaxFoldedZero) + kMagic - kMagic;
+  offset += zero * scale;
 }
 
 // 8x8 bytes, transposed: out[c][r] = in[r][c].
@@ -161,8 +170,8 @@ void panel_rows_f32(const void* panel_in, int64_t k, const void* x_in, int64_t x
 }
 
 // 4-bit codes against kRowsHere rows without a panel: sum (q - z) x per group in registers, then the group's scale;
-// with minima, sum q x and then m sum x. (Folding z as m is folded would save a subtraction a weight, but then weights
-// of zero would not give an exact zero.)
+// with minima, an integer z too (fold_minimum), and then the rest of m times sum x. (Folding z as m is folded would
+// save a subtraction a weight, but then weights of zero would not give an exact zero.)
 template <class V, int kRowsHere>
 inline void fused_w4_group(const TileLayout& layout, const std::byte* tile, int group, const float* x, int64_t x_stride,
                            float* acc) {
@@ -178,6 +187,7 @@ inline void fused_w4_group(const TileLayout& layout, const std::byte* tile, int 
     std::memcpy(z, tile + layout.zero_offset + group * kNt, sizeof(z));
     for (int n = 0; n < kNt; ++n) zeros[n] = static_cast<float>(z[n]);
   } else {
+    for (int n = 0; n < kNt; ++n) fold_minimum(affine.scale[n], zeros[n], affine.offset[n]);
     for (int r = 0; r < kRowsHere; ++r) {
       for (int i = 0; i < layout.tile_group; ++i) x_sum[r] += x[r * x_stride + i];
     }

@@ -86,18 +86,20 @@ bool matmul_digits(const MatmulArgs& args, const MatmulKernels& kernels) {
   const XFormat format = args.layout.bits == 4 ? XFormat::digits4 : XFormat::digits8;
   const int64_t sums_bytes = args.m * groups * kDigits * 4;
   const int64_t scales_bytes = args.m * groups * 4;
-  std::byte* memory = t_activations.at_least(sums_bytes + scales_bytes + k * 4 + args.m * k * kDigits);
-  auto* sums = reinterpret_cast<int32_t*>(memory);
-  auto* scales = reinterpret_cast<float*>(memory + sums_bytes);
-  auto* floats = reinterpret_cast<float*>(memory + sums_bytes + scales_bytes);
-  auto* digits = reinterpret_cast<int8_t*>(memory + sums_bytes + scales_bytes + k * 4);
+  const int64_t rests_bytes = args.m * rest_capacity(k) * static_cast<int64_t>(sizeof(DigitRest));
+  std::byte* memory = t_activations.at_least(rests_bytes + sums_bytes + scales_bytes + k * 4 + args.m * k * kDigits);
+  auto* rests = reinterpret_cast<DigitRest*>(memory);
+  auto* sums = reinterpret_cast<int32_t*>(memory += rests_bytes);
+  auto* scales = reinterpret_cast<float*>(memory += sums_bytes);
+  auto* floats = reinterpret_cast<float*>(memory += scales_bytes);
+  auto* digits = reinterpret_cast<int8_t*>(memory += k * 4);
   for (int64_t r = 0; r < args.m; ++r) {
     if (!write_digits(args, r, k, format, floats, digits + r * k * kDigits, scales + r * groups,
-                      sums + r * groups * kDigits)) {
+                      sums + r * groups * kDigits, rests + r * rest_capacity(k))) {
       return false;
     }
   }
-  const DigitRows x = {.digits = digits, .scales = scales, .sums = sums, .k = k};
+  const DigitRows x = {.digits = digits, .scales = scales, .sums = sums, .rests = rests, .k = k};
   fused_over_tiles(
       args, [&](const TileRun& run, float* acc) { kernels.fused_digits(run, x, static_cast<int>(args.m), acc); });
   return true;

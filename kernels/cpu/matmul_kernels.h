@@ -18,17 +18,37 @@ enum class XFormat : int {
 };
 
 // Activations as exact integers: in each group of tile_group input channels x = scale * (d0 + 256 d1 + 65536 d2) with
-// signed 8-bit digits and a power-of-two scale. 22 bits below the group's largest magnitude: an element down to 2^-14
-// of the largest keeps all 8 bits of its bfloat16 significand, and a smaller one is off by at most 2^-22 of the
-// largest.
+// signed 8-bit digits and a power-of-two scale. That is 22 bits below the group's largest magnitude: an element down to
+// 2^-14 of the largest keeps all 8 bits of its bfloat16 significand. What a smaller one loses is listed beside them, so
+// that an outlier doesn't drown its group.
 inline constexpr int kDigits = 3;
 
+// Rows that a fused_digits kernel takes at most.
+inline constexpr int kMaxDigitRows = 4;
+
+// What the digits leave of x[k], exactly. One with kNoRest as k ends a row's list.
+struct DigitRest {
+  int64_t k = 0;
+  float value = 0.0F;
+};
+inline constexpr int64_t kNoRest = INT64_MAX;
+
+// Entries of a row's list, the end included. Of 4096 normally distributed activations one in two rows needs one; a row
+// that needs more than these is better off with the float kernels.
+[[nodiscard]] constexpr int64_t rest_capacity(int64_t k) { return k / 16 + 1; }
+
 struct DigitRows {
-  const int8_t* digits = nullptr;  // [rows][k / 8][kDigits][8]
-  const float* scales = nullptr;   // [rows][k / tile_group]
-  const int32_t* sums = nullptr;   // [rows][k / tile_group][kDigits]: sum of each digit over the group
+  const int8_t* digits = nullptr;    // [rows][k / 8][kDigits][8]
+  const float* scales = nullptr;     // [rows][k / tile_group]
+  const int32_t* sums = nullptr;     // [rows][k / tile_group][kDigits]: sum of each digit over the group
+  const DigitRest* rests = nullptr;  // [rows][rest_capacity(k)], by tile group
   int64_t k = 0;
 };
+
+// With minima, w = q s + m, kernels that sum q x apart from x use w = (q - z) s + (m + z s) instead, z the integer next
+// to -m / s: where q s and m all but cancel, so would the two sums, each with the rounding error of a large one.
+// Further out than this no code comes near to cancelling m.
+inline constexpr float kMaxFoldedZero = 512.0F;
 
 // The k tiles of one output tile: contiguous.
 struct TileRun {
