@@ -9,9 +9,11 @@ from pathlib import Path
 
 import checkpoints
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import tilefuse as tf
+from tilefuse.codes import unpack
 
 SECONDS = 0.8
 """For each form of checkpoint, and so ~15 s in all."""
@@ -108,6 +110,24 @@ def mutate(rng: np.random.Generator, directory: Path, model: bytes, config: str)
     (directory / "config.json").write_text(config)
 
 
+def check_packed(layer: tf.QuantizedLinear, weights: npt.NDArray[np.float32]) -> None:
+    """The layer goes through the C++ packer, unpacker and kernels as it goes through NumPy."""
+    try:
+        packed = tf.pack(layer)
+    except tf.errors.LayoutError:  # a group size that the tiles do not take
+        return
+    np.testing.assert_array_equal(
+        tf.unpack(packed).codes, unpack(layer.codes, layer.order, layer.k, layer.n, layer.bits)
+    )
+    # Two roundings to bfloat16, of the scale and of the product; with minima the terms' own roundings count.
+    size = np.abs(weights).astype(np.float64)
+    if layer.mins is not None:
+        size += 2 * np.abs(layer.mins).astype(np.float64).max(axis=0)
+    close = np.abs(packed.dequantize().astype(np.float64) - weights) <= 2.01 * 2.0**-8 * size + 2.0**-125
+    assert (close | (size > 1e38)).all()  # next to bfloat16's largest value a product may overflow
+    assert tf.gemv(np.zeros(layer.k, np.float32), packed).shape == (layer.n,)
+
+
 @pytest.mark.parametrize("form", checkpoints.MAKERS)
 def test_mutated_checkpoints(form: str, tmp_path: Path, rng: np.random.Generator) -> None:
     checkpoints.MAKERS[form](tmp_path, rng, 64, 32)
@@ -128,5 +148,6 @@ def test_mutated_checkpoints(form: str, tmp_path: Path, rng: np.random.Generator
             layer.validate()
             assert values.shape == (layer.k, layer.n)
             assert np.isfinite(values).all()
+            check_packed(layer, values)
     assert rejected > 0
     assert read > 0  # a flipped bit of a code leaves a good file

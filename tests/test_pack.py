@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -241,7 +242,7 @@ def test_unrepresentable_scale(value: float, what: str) -> None:
     layer, _ = random_layer(np.random.default_rng(1), 256, 200, 4, 64, floating=True, scale_dtype=np.float32)
     grid = getattr(layer, what).copy()
     grid[3, 150] = grid[2, 177] = value
-    with pytest.raises(QuantizationError, match=rf"layer\.kn: {what[:-1]} .* of group 2, output channel 177"):
+    with pytest.raises(QuantizationError, match=rf"layer 'layer\.kn': {what[:-1]} .* of group 2, output channel 177"):
         tf.pack(dataclasses.replace(layer, **{what: grid}))
 
 
@@ -331,3 +332,18 @@ def test_threads_pack_at_the_same_time() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_arguments_of_another_kind(tmp_path: Path) -> None:
+    layer, _ = random_layer(np.random.default_rng(1), 64, 64, 4, 64, CodeOrder.KN)
+    packed = tf.pack(layer)
+    for call, message in (
+        (lambda: tf.pack(packed), "q is a PackedLinear: pass a QuantizedLinear"),  # type: ignore[arg-type]
+        (lambda: tf.unpack(layer), "packed is a QuantizedLinear: pass a PackedLinear"),  # type: ignore[arg-type]
+        (lambda: tf.save(tmp_path / "a", [layer]), "layers holds a QuantizedLinear"),  # type: ignore[list-item]
+        (lambda: tf.save(tmp_path / "a", {layer.name: layer}), "layers holds a QuantizedLinear"),  # type: ignore[dict-item]
+    ):
+        with pytest.raises(DtypeError, match=message):
+            call()
+    tf.save(tmp_path / "a", packed)
+    np.testing.assert_array_equal(tf.load(tmp_path / "a")[packed.name].data, packed.data)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tilefuse import _core, validation
 from tilefuse._buffers import address, aligned_empty
-from tilefuse.errors import LayoutError, QuantizationError
+from tilefuse.errors import DtypeError, LayoutError, QuantizationError
 from tilefuse.layout import ALIGNMENT, DEFAULT_COLUMNS, Layout, ZeroKind
 from tilefuse.quantized import CodeOrder, QuantizedLinear
 
@@ -147,13 +147,16 @@ def packed_layout(q: QuantizedLinear, columns: int = DEFAULT_COLUMNS) -> Layout:
     """The layout that `pack` gives ``q``; its ``nbytes`` is the size of the packed buffer.
 
     Raises:
+        DtypeError: ``q`` is not a `QuantizedLinear`.
         LayoutError: The packed format cannot hold the layer.
     """
+    if not isinstance(q, QuantizedLinear):
+        raise DtypeError(f"q is a {type(q).__name__}: pass a QuantizedLinear (Checkpoint.linear, quantize_linear)")
     try:
         zero = ZeroKind.Z8 if q.mins is None else ZeroKind.M16
         return Layout(k=q.k, n=q.n, bits=q.bits, group=q.group, zero=zero, columns=columns)
     except LayoutError as error:
-        raise LayoutError(f"{q.name}: {error}") from None
+        raise LayoutError(f"{_title(q)}: {error}") from None
 
 
 def packed_nbytes(q: QuantizedLinear, columns: int = DEFAULT_COLUMNS) -> int:
@@ -181,7 +184,7 @@ def pack(
     validation.check(q, {}, values=False)
     data = aligned_empty(layout.nbytes) if out is None else out
     if not data.flags.writeable:
-        raise LayoutError(f"{q.name}: out is read-only")
+        raise LayoutError(f"{_title(q)}: out is read-only; pass an array that can be written")
     packed = PackedLinear(
         name=q.name,
         layout=layout,
@@ -216,7 +219,12 @@ def unpack(packed: PackedLinear) -> QuantizedLinear:
     Returns:
         A layer of order ``KN``: codes uint8 [K, N], scales bfloat16 [G, N], zero points uint8 or minima bfloat16
         [G, N]; bias and permutation are those of ``packed``.
+
+    Raises:
+        DtypeError: ``packed`` is not a `PackedLinear`.
     """
+    if not isinstance(packed, PackedLinear):
+        raise DtypeError(f"packed is a {type(packed).__name__}: pass a PackedLinear (pack, load)")
     lay = packed.layout
     grid = (lay.source_groups, lay.n)
     codes = np.empty((lay.k, lay.n), np.uint8)
@@ -251,6 +259,11 @@ def unpack(packed: PackedLinear) -> QuantizedLinear:
     )
 
 
+def _title(q: QuantizedLinear) -> str:
+    """How messages name the layer."""
+    return f"layer {q.name!r}" if q.name else "the layer"
+
+
 def _whole_strides(grid: Array | None) -> Array | None:
     if grid is None or all(stride % grid.itemsize == 0 for stride in grid.strides):
         return grid
@@ -272,13 +285,13 @@ def _issue(q: QuantizedLinear, what: str, row: int, channel: int) -> Quantizatio
         source_row = row if q.perm is None else int(q.perm[row])
         value = q.codes[source_row, channel]
         return QuantizationError(
-            f"{q.name}: code {value} of input channel {source_row}, output channel {channel} is above {limit} "
+            f"{_title(q)}: code {value} of input channel {source_row}, output channel {channel} is above {limit} "
             f"({q.bits} bits)"
         )
     grid = {"scale": q.scales, "min": q.mins, "zero point": q.zeros}[what]
     assert grid is not None
     value = grid[row, channel]
-    where = f"{q.name}: {what} {value} of group {row}, output channel {channel}"
+    where = f"{_title(q)}: {what} {value} of group {row}, output channel {channel}"
     if what == "zero point":
         return QuantizationError(f"{where} is above {limit} ({q.bits} bits)")
     if np.isfinite(np.float32(value)):

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefuse._buffers import aligned_empty
-from tilefuse.errors import FormatError, LayoutError, UnsupportedFormatError
+from tilefuse.errors import DtypeError, FormatError, LayoutError, UnsupportedFormatError
 from tilefuse.formats.safetensors_map import MappedFile
 from tilefuse.layout import FORMAT_VERSION, Layout, ZeroKind
 from tilefuse.packed import PackedLinear
@@ -358,25 +358,29 @@ class PackedFile(Mapping[str, PackedLinear]):
 
 def save(
     path: str | os.PathLike[str],
-    layers: Mapping[str, PackedLinear] | Iterable[PackedLinear],
+    layers: PackedLinear | Mapping[str, PackedLinear] | Iterable[PackedLinear],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes packed layers to one safetensors file; atomic: it appears whole or not at all.
 
     Args:
         path: The file; one that exists is replaced.
-        layers: The layers, each saved under its ``name``; the keys of a mapping must be those names.
+        layers: One layer or several, each saved under its ``name``; the keys of a mapping must be those names.
         metadata: Strings to keep with them.
 
     Raises:
         FormatError: Two layers have the same name, or a key is not its layer's name.
+        DtypeError: ``layers`` holds something else than packed layers.
     """
     if isinstance(layers, Mapping):
         for key, layer in layers.items():
-            if key != layer.name:
+            if key != getattr(layer, "name", key):
                 raise FormatError(f"layers[{key!r}] is named {layer.name!r}; save it under its own name")
         layers = layers.values()
-    layers = list(layers)
+    layers = [layers] if isinstance(layers, PackedLinear) else list(layers)
+    for layer in layers:
+        if not isinstance(layer, PackedLinear):
+            raise DtypeError(f"layers holds a {type(layer).__name__}: pass packed layers (see pack)")
     with PackedWriter(path, map(LayerSpec.of, layers), metadata) as writer:
         for layer in layers:
             writer.write(layer)
