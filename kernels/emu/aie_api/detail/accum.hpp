@@ -75,6 +75,14 @@ class accum {
     }
   }
 
+  // bfp16 widened, exactly: the device multiplies by the unit matrix.
+  template <BlockType T>
+    requires(std::is_same_v<Tag, accfloat> && Elems == 64)
+  explicit accum(const block_vector<T, Elems>& v) {
+    detail::from_bfp16(v, data.data());
+    ++detail::count::now().vec;
+  }
+
   // Narrows in the core's rounding mode.
   template <ElemBaseType T>
     requires(std::is_same_v<Tag, accfloat> && detail::is_one_of<T, bfloat16, float>)

@@ -97,9 +97,10 @@ inline void bfp16_dots(const v64bfp16ebs8& a, const v64bfp16ebs8& b, float* sums
   }
 }
 
-// acc[m][n] = (Accumulate ? acc[m][n] : 0) + A[m][:] . B[n][:]
+// acc[m * stride + n] = (Accumulate ? acc[m * stride + n] : 0) + A[m][:] . B[n][:], for the first `rows` rows of A
 template <bool Accumulate>
-inline void bfp16_mac(const v64bfp16ebs8& a, const v64bfp16ebs8& b, float* acc) {
+inline void bfp16_mac(const v64bfp16ebs8& a, const v64bfp16ebs8& b, float* acc, unsigned rows = 8,
+                      unsigned stride = 8) {
   std::array<float, 64> sums;
   bfp16_dots(a, b, sums.data());
   std::array<uint8_t, 8> a_exponents, b_exponents;
@@ -107,11 +108,12 @@ inline void bfp16_mac(const v64bfp16ebs8& a, const v64bfp16ebs8& b, float* acc) 
   std::memcpy(b_exponents.data(), &b.exponent, 8);
   std::array<double, 8> scale;
   for (int n = 0; n < 8; ++n) scale[n] = power_of_2(b_exponents[n] - 133);
-  for (int m = 0; m < 8; ++m) {
+  for (unsigned m = 0; m < rows; ++m) {
     const double row_scale = power_of_2(a_exponents[m] - 133);
-    for (int n = 0; n < 8; ++n) {
+    for (unsigned n = 0; n < 8; ++n) {
       const auto dot = static_cast<float>(sums[8 * m + n] * (row_scale * scale[n]));
-      acc[8 * m + n] = Accumulate ? acc[8 * m + n] + dot : dot;
+      float& sum = acc[stride * m + n];
+      sum = Accumulate ? sum + dot : dot;
     }
   }
 }

@@ -13,13 +13,26 @@
 
 namespace aie {
 
+namespace detail {
+template <unsigned Elems>
+struct native_block_vector;
+template <>
+struct native_block_vector<64> {
+  using type = v64bfp16ebs8;
+};
+template <>
+struct native_block_vector<128> {
+  using type = v128bfp16ebs8;
+};
+}  // namespace detail
+
 template <BlockType T, unsigned Elems>
 class block_vector {
-  static_assert(Elems == 64, "only 64 values at a time are emulated");
+  static_assert(Elems == 64 || Elems == 128, "a block vector has 64 or 128 values");
 
  public:
   using value_type = T;
-  using native_type = v64bfp16ebs8;
+  using native_type = typename detail::native_block_vector<Elems>::type;
 
   static constexpr unsigned size() { return Elems; }
   static constexpr unsigned block_size() { return 8; }
@@ -35,6 +48,21 @@ class block_vector {
 
   [[nodiscard]] native_type to_native() const { return native_; }
   operator native_type() const { return native_; }
+
+  // The other values are undefined.
+  template <unsigned ElemsOut>
+    requires(Elems == 64 && ElemsOut == 128)
+  [[nodiscard]] block_vector<T, ElemsOut> grow(unsigned i = 0) const {
+    block_vector<T, ElemsOut> result;
+    result.insert(i, *this);
+    return result;
+  }
+  template <unsigned ElemsIn>
+    requires(Elems == 128 && ElemsIn == 64)
+  block_vector& insert(unsigned i, const block_vector<T, ElemsIn>& part) {
+    native_.part[i] = part.to_native();
+    return *this;
+  }
 
  private:
   native_type native_;
@@ -80,6 +108,8 @@ concept BlockVector = detail::block_vector_traits<V>::value;
 
 template <BlockType T, unsigned Elems, aie_dm_resource Resource = aie_dm_resource::none>
 class block_vector_input_buffer_stream {
+  static_assert(Elems == 64, "streams of 64 values at a time are emulated");
+
  public:
   using vector_type = block_vector<T, Elems>;
 
@@ -109,6 +139,8 @@ class block_vector_input_buffer_stream {
 
 template <BlockType T, unsigned Elems, aie_dm_resource Resource = aie_dm_resource::none>
 class block_vector_output_buffer_stream {
+  static_assert(Elems == 64, "streams of 64 values at a time are emulated");
+
  public:
   using vector_type = block_vector<T, Elems>;
 

@@ -28,6 +28,20 @@
   return acc;
 }
 
+// The multiplier's other arrangement: rows 0 to 3 of a by the 16 rows of b, [4][16] sums. Signed mantissas, no
+// modifier: all that the emulation knows of the configuration.
+[[nodiscard]] inline v64accfloat mac_4x8_8x16T_conf(const v64bfp16ebs8& a, int sign_a, const v128bfp16ebs8& b,
+                                                    int sign_b, v64accfloat acc, int zero_acc, int sub_mul,
+                                                    int sub_acc) {
+  if (sign_a != 1 || sign_b != 1 || zero_acc != 0 || sub_mul != 0 || sub_acc != 0)
+    aie::detail::count::fault("mac_4x8_8x16T_conf: signs of 1 and flags of 0 are emulated, not %lu, %lu",
+                              static_cast<unsigned long>(sign_a), static_cast<unsigned long>(sign_b));
+  for (unsigned half = 0; half < 2; ++half)
+    aie::detail::bfp16_mac<true>(a, b.part[half], acc.data.data() + 8 * half, 4, 16);
+  ++aie::detail::count::now().vec;
+  return acc;
+}
+
 namespace aie {
 
 // --- operand modifiers

@@ -14,3 +14,7 @@ struct v64bfp16ebs8 {
   v64int8 mantissa;
   v8int8 exponent;  // biased exponents, the bits of uint8
 };
+
+struct v128bfp16ebs8 {
+  v64bfp16ebs8 part[2];  // no kernel names the fields: block_vector's grow and insert fill it
+};
