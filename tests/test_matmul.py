@@ -142,6 +142,17 @@ def test_activations_at_the_extremes(rng: np.random.Generator, cpu_level: str, f
         assert_gemm_close(tf.gemm(rows, known.layer, out_dtype=F32), rows, known.weights)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_that_bring_sums_back_into_range(rng: np.random.Generator, cpu_level: str, bits: int) -> None:
+    """Codes times activations overflow float32; times the scale as well, they don't."""
+    if bits == 4 and cpu_level in ("portable", "avx2", "avx512"):
+        pytest.skip("the fused float kernel of 4 bits scales a group's sum at its end")
+    known = make_layer(rng, 256, 64, Scheme(bits, 128), scales=np.full((2, 64), 2.0**-100))
+    for exponent in (100, 110, 111, 112, 120, 126):
+        x = (np.abs(activations(rng, 1, 256)) + 0.5).clip(0.5, 1.9).astype(F32) * F32(2.0**exponent)
+        assert_gemm_close(tf.gemm(x, known.layer, out_dtype=F32), x, known.weights)
+
+
 @pytest.mark.parametrize("outlier", [1e4, 1e6, 1e9, 1e30])
 @pytest.mark.parametrize("small", [7, 300], ids=["few", "many"])
 @pytest.mark.parametrize("scheme", [W4, W8, Scheme(4, 32)], ids=str)
@@ -435,9 +446,17 @@ BAD_CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("device", lambda f, x, w: f(x, w, device="gpu"), tf.errors.DeviceError, "'gpu'"),
     ("out shape", lambda f, x, w: f(x, w, out=np.empty((3, 33), F32)), tf.errors.ShapeError, r"\[3, 33\]"),
     ("out axes", lambda f, x, w: f(x, w, out=np.empty(32, F32)), tf.errors.ShapeError, "out has shape"),
+    (
+        "out overlapping itself",
+        lambda f, x, w: f(x, w, out=np.lib.stride_tricks.as_strided(np.empty((3, 32), F32), (3, 32), (4, 4))),
+        tf.errors.ShapeError,
+        "overlap",
+    ),
     ("out dtype", lambda f, x, w: f(x, w, out=np.empty((3, 32))), tf.errors.DtypeError, "out is float64"),
     ("out list", lambda f, x, w: f(x, w, out=[0.0]), tf.errors.DtypeError, "out is a list"),
     ("out_dtype", lambda f, x, w: f(x, w, out_dtype="int8"), tf.errors.DtypeError, "out_dtype is int8"),
+    ("out_dtype list", lambda f, x, w: f(x, w, out_dtype="f4,,"), tf.errors.DtypeError, "out_dtype is f4,,"),
+    ("device list", lambda f, x, w: f(x, w, device=["cpu"]), tf.errors.DeviceError, "cpu"),
     ("out_dtype word", lambda f, x, w: f(x, w, out_dtype="what"), tf.errors.DtypeError, "out_dtype is what"),
     (
         "out and out_dtype",

@@ -158,6 +158,19 @@ def test_extreme_magnitudes() -> None:
     assert ((error[1] ** 2).sum(axis=0) <= (error[0] ** 2).sum(axis=0) * (1 + 1e-5)).all()
 
 
+@pytest.mark.parametrize("method", ["rtn", "search"])
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_tiny_magnitude(bits: int, symmetric: bool, scale_dtype: str, method: str) -> None:
+    """Down to float32's smallest number, far below any scale: rounding is never worse than dropping the weight."""
+    top = 2.0 ** np.arange(-149, -20)
+    w = (np.linspace(-1, 1, 33)[:, None] * top).astype(np.float32)
+    layer = tf.quantize_linear(w, bits=bits, group=-1, symmetric=symmetric, scale_dtype=scale_dtype, method=method)  # type: ignore[arg-type]
+    error = np.abs(layer.dequantize().astype(np.float64) - w)
+    assert (error <= top).all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -169,6 +182,9 @@ def test_extreme_magnitudes() -> None:
         ({"w": np.diag([np.inf, 1])}, QuantizationError, r"w: inf at \[0, 0\]"),
         ({"w": np.diag([1e300, 1])}, QuantizationError, r"w: 1e\+300 at \[0, 0\] is not finite in float32"),
         ({"bits": 3}, QuantizationError, "bits = 3"),
+        ({"bits": 4.0}, QuantizationError, "bits = 4.0"),
+        ({"group": 2.0}, QuantizationError, "group = 2.0"),
+        ({"group": "4"}, QuantizationError, "group = '4'"),
         ({"group": 0}, QuantizationError, "group = 0"),
         ({"group": -2}, QuantizationError, "group = -2"),
         ({"method": "best"}, QuantizationError, "method = 'best'"),

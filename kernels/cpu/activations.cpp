@@ -92,7 +92,8 @@ bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, XFormat format
       largest = magnitude > largest ? magnitude : largest;
     }
     const auto exponent = static_cast<int>(largest >> 23) - 127;
-    if (exponent > 127 || (largest != 0 && exponent < -100)) return false;
+    // From 2^111 on, a group's sum of code differences (below 2^15 in all) times activations could overflow.
+    if (exponent > 110 || (largest != 0 && exponent < -100)) return false;
     // The largest magnitude is below 2^(exponent + 1): scaled by 2^(21 - exponent), below 2^22. All-zero: any scale
     // does.
     const float up = largest == 0 ? 0.0F : std::ldexp(1.0F, 21 - exponent);

@@ -51,7 +51,7 @@ def float_type(dtype: object, argument: str) -> FloatType:
         return _NAMES[name]
     try:
         found = _FROM_NUMPY.get(np.dtype(dtype))  # type: ignore[call-overload]
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses strings as lists of types
         found = None
     if found is None:
         raise DtypeError(f"{argument} is {name}: pass {_TAKEN}")
@@ -123,6 +123,8 @@ def view_rows(x: Any, argument: str, *, copy: bool = True) -> FloatArray | None:
         if x.device.type != "cpu":
             raise DtypeError(f"{argument} is on {x.device}: move it to the CPU first (.cpu())")
         kind = float_type(x.dtype, argument)
+        if x.layout != sys.modules["torch"].strided:
+            raise DtypeError(f"{argument} is {x.layout}: pass a dense tensor (.to_dense())")
         x = x.detach()
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()

@@ -21,6 +21,7 @@ import enum
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 from tilefuse.errors import LayoutError
 
@@ -95,6 +96,9 @@ class Layout:
     columns: int = DEFAULT_COLUMNS
 
     def __post_init__(self) -> None:
+        for name in ("k", "n", "bits", "group", "columns"):
+            if not isinstance(getattr(self, name), Integral):
+                raise LayoutError(f"{name} = {getattr(self, name)!r}: must be an integer")
         if not 1 <= self.k <= MAX_K:
             raise LayoutError(
                 f"K = {self.k} input channels: the packed format holds 1 to {MAX_K}; "

@@ -50,6 +50,10 @@ def _matmul(x: Any, layer: PackedLinear, device: str | None, out: Any, out_dtype
         assert target is not None
         if out_dtype is not None and float_type(out_dtype, "out_dtype") != target.kind:
             raise DtypeError(f"out is {out.dtype} and out_dtype is {out_dtype}: pass one of them, or make them agree")
+        if len(target.shape) == 2 and target.shape[0] > 1 and abs(target.row_stride) < layer.n:
+            raise ShapeError(
+                f"out has rows {target.row_stride} elements apart, which overlap: N = {layer.n} are written"
+            )
         if target.shape[-1] and _overlap(view, target):
             view = view_rows(x.clone() if hasattr(x, "clone") else x.copy(), "x")
             assert view is not None

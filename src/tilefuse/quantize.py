@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, Literal
 
 import ml_dtypes
@@ -30,6 +31,9 @@ MAX_FP16 = 60000.0
 
 MIN_FP16 = 2.0**-24
 """Smallest positive float16."""
+
+MAX_RATIO = 2.0**30
+"""Above it, and far below, every weight is nearest to 0 steps; its square and that of 255 stay in float32."""
 
 MIN_BF16 = 2.0**-133
 """Smallest positive bfloat16."""
@@ -81,12 +85,14 @@ def quantize_linear(
     if weights.ndim != 2 or 0 in weights.shape:
         raise ShapeError(f"w has shape {list(weights.shape)}; a non-empty [K, N] is needed")
     k, n = weights.shape
-    if bits not in (4, 8):
+    if not isinstance(bits, Integral) or bits not in (4, 8):
         raise QuantizationError(f"bits = {bits!r}: 4 and 8 are taken")
     if method not in ("rtn", "search"):
         raise QuantizationError(f"method = {method!r}: 'rtn' and 'search' are taken")
     if scale_dtype not in ("bfloat16", "float16"):
         raise QuantizationError(f"scale_dtype = {scale_dtype!r}: 'bfloat16' and 'float16' are taken")
+    if group is not None and not isinstance(group, Integral):
+        raise QuantizationError(f"group = {group!r}: a positive size, or None or -1 for one group, is taken")
     size = k if group is None or group == -1 else min(group, k)
     if size < 1:
         raise QuantizationError(f"group = {group!r}: a positive size, or None or -1 for one group, is taken")
@@ -155,7 +161,8 @@ def _quantize_group(
     best_zero = np.empty(w.shape[1], np.uint8)
     for factor in factors:
         scale = _storable(base * factor, half)
-        ratio = (scale / base).astype(np.float32)
+        # A scale held up by the smallest float16 can be 10^40 times what tiny weights need: all codes are zero then.
+        ratio = np.minimum(scale / base, MAX_RATIO).astype(np.float32)
         if symmetric:
             zero = np.full(w.shape[1], middle, np.float32)
         else:

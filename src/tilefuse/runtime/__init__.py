@@ -74,7 +74,7 @@ def resolve_device(name: str | None) -> Device:
         DeviceError: There is no such device.
     """
     wanted = name if name is not None else default_device()
-    device = _DEVICES.get(wanted)
+    device = _DEVICES.get(wanted) if isinstance(wanted, str) else None
     if device is None:
         source = "device" if name is not None else "TILEFUSE_DEVICE"
         raise DeviceError(f"{source} is {wanted!r}: there are {', '.join(_DEVICES)}")

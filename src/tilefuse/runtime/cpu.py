@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from numbers import Integral
 from typing import Any
 
 from tilefuse import _core
@@ -100,6 +101,6 @@ def set_num_threads(n: int) -> None:
     Raises:
         DeviceError: ``n`` is outside that range.
     """
-    if not 1 <= n <= MAX_THREADS:
-        raise DeviceError(f"num_threads = {n}: pass 1 to {MAX_THREADS}")
+    if not isinstance(n, Integral) or not 1 <= n <= MAX_THREADS:
+        raise DeviceError(f"num_threads = {n!r}: pass 1 to {MAX_THREADS}")
     _core.set_num_threads(n)
