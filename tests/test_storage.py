@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -259,6 +260,11 @@ def test_misaligned_data(saved: Path) -> None:
     saved.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
     with pytest.raises(LayoutError, match="bytes past a multiple of 64"):
         tf.load(saved)
+
+
+def test_a_folder_is_not_a_packed_file(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
+        tf.load(tmp_path)
 
 
 def test_a_checkpoint_is_not_a_packed_file(tmp_path: Path) -> None:

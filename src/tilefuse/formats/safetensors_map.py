@@ -87,7 +87,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         # A pipe without a writer would block right here.
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise FormatError(f"{path}: not a regular file; give a safetensors file or the folder of a checkpoint")
