@@ -43,15 +43,16 @@ def test_wheel_carries_package_designs_and_kernel_sources(repository: Path, tmp_
         if not name.startswith("cpu/"):  # compiled into the extension
             expected[f"tilefuse/kernels/{name}"] = data
     for name, data in checkout_files(repository, "src/tilefuse").items():
-        if not name.startswith("_core/"):  # likewise
+        if not name.startswith(("_core/", "_emu/")):  # likewise
             expected[f"tilefuse/{name}"] = data
 
     with zipfile.ZipFile(build("build_wheel", repository, tmp_path)) as wheel:
         found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
         metadata = wheel.read(next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))).decode()
 
-    extensions = {name for name in found if name.startswith("tilefuse/_core.") and name.endswith(".so")}
-    assert len(extensions) == 1
+    modules = ("tilefuse/_core.", "tilefuse/_emu.")
+    extensions = {name for name in found if name.startswith(modules) and name.endswith(".so")}
+    assert len(extensions) == 2
     assert found.keys() - extensions == expected.keys()
     assert {name: data for name, data in found.items() if name not in extensions} == expected
     assert {"tilefuse/py.typed", "tilefuse/designs/__init__.py"} <= expected.keys()

@@ -75,10 +75,15 @@ class accum {
     }
   }
 
-  // bfp16 widened, exactly: the device multiplies by the unit matrix.
+  // A multiplication by the identity: exact, but for what fp32 can't hold.
   template <BlockType T>
     requires(std::is_same_v<Tag, accfloat> && Elems == 64)
   explicit accum(const block_vector<T, Elems>& v) {
+    from_vector(v);
+  }
+  template <BlockType T>
+    requires(std::is_same_v<Tag, accfloat> && Elems == 64)
+  void from_vector(const block_vector<T, Elems>& v) {
     detail::from_bfp16(v, data.data());
     ++detail::count::now().vec;
   }

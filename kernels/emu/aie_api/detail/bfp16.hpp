@@ -78,42 +78,26 @@ inline void from_bfp16(const v64bfp16ebs8& v, float* x) {
   }
 }
 
-// sum[m][n] = A[m][:] . B[n][:], exact.
-inline void bfp16_dots(const v64bfp16ebs8& a, const v64bfp16ebs8& b, float* sums) {
-  std::array<int8_t, 64> a_bytes, b_bytes;
-  std::memcpy(a_bytes.data(), &a.mantissa, 64);
-  std::memcpy(b_bytes.data(), &b.mantissa, 64);
+// acc[m][n] = (Accumulate ? acc[m][n] : 0) + A[m][:] . B[n][:] for M rows of A and N of B, 8 values each.
+template <bool Accumulate, unsigned M, unsigned N>
+inline void bfp16_mac(const int8_t* a, const uint8_t* a_exponents, const int8_t* b, const uint8_t* b_exponents,
+                      float* acc) {
   // fp32 holds every partial sum: at most 8 * 128 * 128 = 2^17. k-major, so that the loop over n vectorises.
-  std::array<float, 64> b_by_k;
-  for (int n = 0; n < 8; ++n)
-    for (int k = 0; k < 8; ++k) b_by_k[8 * k + n] = static_cast<float>(b_bytes[8 * n + k]);
-  std::array<float, 64> a_wide;
-  for (int i = 0; i < 64; ++i) a_wide[i] = static_cast<float>(a_bytes[i]);
-  for (int m = 0; m < 8; ++m) {
-    std::array<float, 8> row{};
-    for (int k = 0; k < 8; ++k)
-      for (int n = 0; n < 8; ++n) row[n] += a_wide[8 * m + k] * b_by_k[8 * k + n];
-    std::memcpy(sums + 8 * m, row.data(), sizeof row);
-  }
-}
-
-// acc[m * stride + n] = (Accumulate ? acc[m * stride + n] : 0) + A[m][:] . B[n][:], for the first `rows` rows of A
-template <bool Accumulate>
-inline void bfp16_mac(const v64bfp16ebs8& a, const v64bfp16ebs8& b, float* acc, unsigned rows = 8,
-                      unsigned stride = 8) {
-  std::array<float, 64> sums;
-  bfp16_dots(a, b, sums.data());
-  std::array<uint8_t, 8> a_exponents, b_exponents;
-  std::memcpy(a_exponents.data(), &a.exponent, 8);
-  std::memcpy(b_exponents.data(), &b.exponent, 8);
-  std::array<double, 8> scale;
-  for (int n = 0; n < 8; ++n) scale[n] = power_of_2(b_exponents[n] - 133);
-  for (unsigned m = 0; m < rows; ++m) {
-    const double row_scale = power_of_2(a_exponents[m] - 133);
-    for (unsigned n = 0; n < 8; ++n) {
-      const auto dot = static_cast<float>(sums[8 * m + n] * (row_scale * scale[n]));
-      float& sum = acc[stride * m + n];
-      sum = Accumulate ? sum + dot : dot;
+  std::array<float, 8 * N> b_by_k;
+  for (unsigned n = 0; n < N; ++n)
+    for (unsigned k = 0; k < 8; ++k) b_by_k[N * k + n] = static_cast<float>(b[8 * n + k]);
+  std::array<double, N> b_scale;
+  for (unsigned n = 0; n < N; ++n) b_scale[n] = power_of_2(b_exponents[n] - 133);
+  for (unsigned m = 0; m < M; ++m) {
+    std::array<float, N> dots{};
+    for (unsigned k = 0; k < 8; ++k) {
+      const auto a_mk = static_cast<float>(a[8 * m + k]);
+      for (unsigned n = 0; n < N; ++n) dots[n] += a_mk * b_by_k[N * k + n];
+    }
+    const double a_scale = power_of_2(a_exponents[m] - 133);
+    for (unsigned n = 0; n < N; ++n) {
+      const auto dot = static_cast<float>(dots[n] * (a_scale * b_scale[n]));
+      acc[N * m + n] = Accumulate ? acc[N * m + n] + dot : dot;
     }
   }
 }

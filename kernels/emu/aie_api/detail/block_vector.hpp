@@ -1,6 +1,6 @@
-// aie::block_vector<bfp16ebs8, 64> and the streams that are its only way to and from memory: 64 values are 72 bytes,
-// eight times [exponent][8 mantissas], so no aligned load fits. Streams are byte-granular here as they are on the
-// device.
+// aie::block_vector<bfp16ebs8, 64 or 128> and the streams that are its only way to and from memory: 64 values are 72
+// bytes, eight times [exponent][8 mantissas], so no aligned load fits. Streams are byte-granular here as they are on
+// the device.
 #pragma once
 
 #include <array>
@@ -15,13 +15,13 @@ namespace aie {
 
 namespace detail {
 template <unsigned Elems>
-struct native_block_vector;
+struct native_block;
 template <>
-struct native_block_vector<64> {
+struct native_block<64> {
   using type = v64bfp16ebs8;
 };
 template <>
-struct native_block_vector<128> {
+struct native_block<128> {
   using type = v128bfp16ebs8;
 };
 }  // namespace detail
@@ -32,7 +32,7 @@ class block_vector {
 
  public:
   using value_type = T;
-  using native_type = typename detail::native_block_vector<Elems>::type;
+  using native_type = typename detail::native_block<Elems>::type;
 
   static constexpr unsigned size() { return Elems; }
   static constexpr unsigned block_size() { return 8; }
@@ -49,18 +49,26 @@ class block_vector {
   [[nodiscard]] native_type to_native() const { return native_; }
   operator native_type() const { return native_; }
 
-  // The other values are undefined.
+  // The other half is undefined.
   template <unsigned ElemsOut>
-    requires(Elems == 64 && ElemsOut == 128)
   [[nodiscard]] block_vector<T, ElemsOut> grow(unsigned i = 0) const {
-    block_vector<T, ElemsOut> result;
-    result.insert(i, *this);
-    return result;
+    static_assert(ElemsOut >= Elems);
+    if constexpr (ElemsOut == Elems) {
+      return *this;
+    } else {
+      block_vector<T, ElemsOut> result;
+      result.insert(i, *this);
+      return result;
+    }
   }
-  template <unsigned ElemsIn>
-    requires(Elems == 128 && ElemsIn == 64)
-  block_vector& insert(unsigned i, const block_vector<T, ElemsIn>& part) {
-    native_.part[i] = part.to_native();
+
+  // Registers are aliases of their halves: no instruction.
+  block_vector& insert(unsigned i, const block_vector<T, 64>& half)
+    requires(Elems == 128)
+  {
+    const v64bfp16ebs8 part = half.to_native();
+    (i == 0 ? native_.mantissaX0 : native_.mantissaX1) = part.mantissa;
+    (i == 0 ? native_.exponentE0 : native_.exponentE1) = part.exponent;
     return *this;
   }
 
@@ -108,7 +116,7 @@ concept BlockVector = detail::block_vector_traits<V>::value;
 
 template <BlockType T, unsigned Elems, aie_dm_resource Resource = aie_dm_resource::none>
 class block_vector_input_buffer_stream {
-  static_assert(Elems == 64, "streams of 64 values at a time are emulated");
+  static_assert(Elems == 64, "streams of 64 values are emulated");
 
  public:
   using vector_type = block_vector<T, Elems>;
@@ -139,7 +147,7 @@ class block_vector_input_buffer_stream {
 
 template <BlockType T, unsigned Elems, aie_dm_resource Resource = aie_dm_resource::none>
 class block_vector_output_buffer_stream {
-  static_assert(Elems == 64, "streams of 64 values at a time are emulated");
+  static_assert(Elems == 64, "streams of 64 values are emulated");
 
  public:
   using vector_type = block_vector<T, Elems>;

@@ -2,6 +2,10 @@
 // a bfp16 B comes transposed, N x K, because its blocks of 8 have to run along k.
 #pragma once
 
+#include <array>
+#include <bit>
+#include <cstring>
+
 #include "accum.hpp"
 #include "arithmetic.hpp"
 #include "bfp16.hpp"
@@ -14,33 +18,61 @@
 // --- the multiplier's own instruction
 // -----------------------------------------------------------------------------------
 
-[[nodiscard]] inline v64accfloat mul_8x8_8x8T(const v64bfp16ebs8& a, const v64bfp16ebs8& b) {
-  v64accfloat acc;
-  aie::detail::bfp16_mac<false>(a, b, acc.data.data());
-  ++aie::detail::count::now().vec;
-  return acc;
+// A's rows and B's rows are 8 consecutive k, with one exponent each: T stands for the transposed B.
+
+namespace aie::detail {
+
+template <bool Accumulate>
+inline void mac_8x8_8x8T(const v64bfp16ebs8& a, const v64bfp16ebs8& b, v64accfloat& acc) {
+  const auto a_bytes = std::bit_cast<std::array<int8_t, 64>>(a.mantissa);
+  const auto b_bytes = std::bit_cast<std::array<int8_t, 64>>(b.mantissa);
+  const auto a_exponents = std::bit_cast<std::array<uint8_t, 8>>(a.exponent);
+  const auto b_exponents = std::bit_cast<std::array<uint8_t, 8>>(b.exponent);
+  bfp16_mac<Accumulate, 8, 8>(a_bytes.data(), a_exponents.data(), b_bytes.data(), b_exponents.data(), acc.data.data());
+  ++count::now().vec;
 }
 
-// acc[m][n] + sum over k of a[m][k] b[n][k]
-[[nodiscard]] inline v64accfloat mac_8x8_8x8T(const v64bfp16ebs8& a, const v64bfp16ebs8& b, v64accfloat acc) {
-  aie::detail::bfp16_mac<true>(a, b, acc.data.data());
-  ++aie::detail::count::now().vec;
-  return acc;
+// The first four rows of A, sixteen of B.
+template <bool Accumulate>
+inline void mac_4x8_8x16T(const v64bfp16ebs8& a, const v128bfp16ebs8& b, v64accfloat& acc) {
+  const auto a_bytes = std::bit_cast<std::array<int8_t, 64>>(a.mantissa);
+  const auto a_exponents = std::bit_cast<std::array<uint8_t, 8>>(a.exponent);
+  std::array<int8_t, 128> b_bytes;
+  std::array<uint8_t, 16> b_exponents;
+  std::memcpy(b_bytes.data(), &b.mantissaX0, 64);
+  std::memcpy(b_bytes.data() + 64, &b.mantissaX1, 64);
+  std::memcpy(b_exponents.data(), &b.exponentE0, 8);
+  std::memcpy(b_exponents.data() + 8, &b.exponentE1, 8);
+  bfp16_mac<Accumulate, 4, 16>(a_bytes.data(), a_exponents.data(), b_bytes.data(), b_exponents.data(), acc.data.data());
+  ++count::now().vec;
 }
 
-// The multiplier's other arrangement: rows 0 to 3 of a by the 16 rows of b, [4][16] sums. Signed mantissas, no
-// modifier: all that the emulation knows of the configuration.
-[[nodiscard]] inline v64accfloat mac_4x8_8x16T_conf(const v64bfp16ebs8& a, int sign_a, const v128bfp16ebs8& b,
-                                                    int sign_b, v64accfloat acc, int zero_acc, int sub_mul,
-                                                    int sub_acc) {
-  if (sign_a != 1 || sign_b != 1 || zero_acc != 0 || sub_mul != 0 || sub_acc != 0)
-    aie::detail::count::fault("mac_4x8_8x16T_conf: signs of 1 and flags of 0 are emulated, not %lu, %lu",
-                              static_cast<unsigned long>(sign_a), static_cast<unsigned long>(sign_b));
-  for (unsigned half = 0; half < 2; ++half)
-    aie::detail::bfp16_mac<true>(a, b.part[half], acc.data.data() + 8 * half, 4, 16);
-  ++aie::detail::count::now().vec;
-  return acc;
-}
+}  // namespace aie::detail
+
+// mul, mac, and mac_conf, whose last three arguments zero the accumulator and subtract instead of adding. bfp16
+// operands are signed. Subtraction is not emulated.
+#define TF_EMU_MULTIPLIER(shape, A, B)                                                                                 \
+  [[nodiscard]] inline v64accfloat mul_##shape(const A& a, const B& b) {                                               \
+    v64accfloat acc;                                                                                                   \
+    aie::detail::mac_##shape<false>(a, b, acc);                                                                        \
+    return acc;                                                                                                        \
+  }                                                                                                                    \
+  [[nodiscard]] inline v64accfloat mac_##shape(const A& a, const B& b, v64accfloat acc) {                              \
+    aie::detail::mac_##shape<true>(a, b, acc);                                                                         \
+    return acc;                                                                                                        \
+  }                                                                                                                    \
+  [[nodiscard]] inline v64accfloat mac_##shape##_conf(const A& a, const B& b, v64accfloat acc, int zero_acc,           \
+                                                      int sub_mul, int sub_acc1) {                                     \
+    if (sub_mul != 0 || sub_acc1 != 0) aie::detail::count::fault("mac_conf: subtraction is not emulated", 0, 0);       \
+    return zero_acc != 0 ? mul_##shape(a, b) : mac_##shape(a, b, acc);                                                 \
+  }                                                                                                                    \
+  [[nodiscard]] inline v64accfloat mac_##shape##_conf(const A& a, int, const B& b, int, v64accfloat acc, int zero_acc, \
+                                                      int sub_mul, int sub_acc1) {                                     \
+    return mac_##shape##_conf(a, b, acc, zero_acc, sub_mul, sub_acc1);                                                 \
+  }
+TF_EMU_MULTIPLIER(8x8_8x8T, v64bfp16ebs8, v64bfp16ebs8)
+TF_EMU_MULTIPLIER(4x8_8x16T, v64bfp16ebs8, v128bfp16ebs8)
+#undef TF_EMU_MULTIPLIER
 
 namespace aie {
 

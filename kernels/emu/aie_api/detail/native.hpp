@@ -16,5 +16,8 @@ struct v64bfp16ebs8 {
 };
 
 struct v128bfp16ebs8 {
-  v64bfp16ebs8 part[2];  // no kernel names the fields: block_vector's grow and insert fill it
+  v64int8 mantissaX0;
+  v64int8 mantissaX1;
+  v8int8 exponentE0;
+  v8int8 exponentE1;
 };

@@ -1,0 +1,135 @@
+// Kernels by name. Arguments are checked in Python (tilefuse/emulator/kernels.py) and arrive as addresses.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <aie_api/aie.hpp>
+#include <array>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings.h"
+#include "packed_tile.h"
+#include "registry.h"
+
+namespace py = pybind11;
+namespace count = aie::detail::count;
+
+namespace tilefuse::emu {
+namespace {
+
+constexpr size_t kMaxArguments = 8;
+
+const char* dtype_name(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::u8:
+      return "uint8";
+    case Dtype::bf16:
+      return "bfloat16";
+    case Dtype::f32:
+      return "float32";
+  }
+  return "";
+}
+
+// A fault becomes text instead of the end of the process; the text is empty when all went well.
+template <typename F>
+std::string catching_faults(F&& f) {
+  const py::gil_scoped_release release;
+  count::core.catch_faults = true;
+  count::core.fault = {};
+  f();
+  count::core.catch_faults = false;
+  return count::core.fault.data();
+}
+
+std::string call(const EntryPoint& entry, const py::args& addresses) {
+  if (addresses.size() != entry.arguments.size() || addresses.size() > kMaxArguments)
+    throw py::type_error("wrong number of arguments");
+  std::array<void*, kMaxArguments> pointers{};
+  size_t i = 0;
+  for (const py::handle address : addresses) pointers[i++] = reinterpret_cast<void*>(address.cast<uintptr_t>());
+  return catching_faults([&] { entry.call(pointers.data()); });
+}
+
+// Regions of the last call: (name, entries, {load, ldb, st, mv, vec}); the unnamed one is what is outside the others.
+using Counts = std::vector<std::tuple<std::string, unsigned long, std::array<unsigned long, 5>>>;
+
+Counts counts() {
+  Counts result;
+  for (unsigned i = 0; i < count::core.used; ++i) {
+    const count::region& region = count::core.regions[i];
+    const count::slots& s = region.spent;
+    result.emplace_back(region.name == nullptr ? "" : region.name, region.entries,
+                        std::array{s.load, s.ldb, s.st, s.mv, s.vec});
+  }
+  return result;
+}
+
+template <unsigned Bits, unsigned Group, bool Minima>
+py::dict tile_numbers() {
+  using tile = PackedTile<Bits, Group, Minima>;
+  py::dict numbers;
+  numbers["groups_per_tile"] = tile::groups;
+  numbers["code_bytes"] = tile::code_bytes;
+  numbers["scale_offset"] = tile::scale_offset;
+  numbers["zero_offset"] = tile::zero_offset;
+  numbers["zero_bytes"] = tile::zero_bytes;
+  numbers["tile_bytes"] = tile::tile_bytes;
+  return numbers;
+}
+
+// packed_tile.h's view of the format, for the comparison with layout.py: {(bits, group, minima): {name: value}}.
+py::dict packed_tiles() {
+  py::dict tiles;
+  const auto add = [&]<unsigned Bits, unsigned Group>() {
+    tiles[py::make_tuple(Bits, Group, false)] = tile_numbers<Bits, Group, false>();
+    tiles[py::make_tuple(Bits, Group, true)] = tile_numbers<Bits, Group, true>();
+  };
+  add.operator()<4, 32>();
+  add.operator()<4, 64>();
+  add.operator()<4, 128>();
+  add.operator()<8, 32>();
+  add.operator()<8, 64>();
+  add.operator()<8, 128>();
+  return tiles;
+}
+
+}  // namespace
+
+std::vector<Kernel>& kernels() {
+  static std::vector<Kernel> all;
+  return all;
+}
+
+void bind_kernels(py::module_& m) {
+  py::class_<Argument>(m, "Argument")
+      .def_readonly("name", &Argument::name)
+      .def_readonly("shape", &Argument::shape)
+      .def_property_readonly("dtype", [](const Argument& argument) { return dtype_name(argument.dtype); })
+      .def_readonly("written", &Argument::written);
+  py::class_<EntryPoint>(m, "EntryPoint")
+      .def_readonly("stem", &EntryPoint::stem)
+      .def_readonly("arguments", &EntryPoint::arguments)
+      .def("call", &call, "Runs it on addresses; returns the first fault, or an empty text.");
+  py::class_<Kernel>(m, "Kernel")
+      .def_readonly("name", &Kernel::name)
+      .def_readonly("op", &Kernel::op)
+      .def_readonly("bits", &Kernel::bits)
+      .def_readonly("group", &Kernel::group)
+      .def_readonly("minima", &Kernel::minima)
+      .def_readonly("path", &Kernel::path)
+      .def_readonly("m", &Kernel::m)
+      .def_readonly("entry_points", &Kernel::entry_points);
+  m.def("kernels", &kernels, py::return_value_policy::reference);
+  m.def("packed_tiles", &packed_tiles);
+
+  m.def("reset_counts", &count::reset);
+  m.def("counts", &counts);
+  m.def("set_rounding", [](unsigned mode) { aie::set_rounding(static_cast<aie::rounding_mode>(mode)); });
+  m.def("get_rounding", [] { return static_cast<unsigned>(aie::get_rounding()); });
+}
+
+}  // namespace tilefuse::emu
