@@ -21,6 +21,10 @@ constexpr int64_t kRowsPerChunk = 384;
 
 constexpr int64_t kRowsForSmallPanel = 24;
 
+// Below this many bytes of tiles (times rows), a matmul takes some microseconds, as long as waking a thread: stay on
+// one.
+constexpr int64_t kSerialBytes = 128 * 1024;
+
 // Scratch that grows and is kept, one a thread and purpose: no allocation per call once warm.
 class Scratch {
  public:
@@ -72,11 +76,17 @@ TileRun run_of(const MatmulArgs& args, int64_t n_tile) {
 
 template <typename Fn>
 void fused_over_tiles(const MatmulArgs& args, Fn&& kernel) {
-  ThreadPool::instance().parallel_for(args.layout.n_tiles_used(), [&](int64_t n_tile, int) {
+  const int64_t n_tiles = args.layout.n_tiles_used();
+  const auto one_tile = [&](int64_t n_tile, int) {
     auto* acc = reinterpret_cast<float*>(t_tile.at_least(args.m * kNt * 4));
     kernel(run_of(args, n_tile), acc);
     for (int64_t r = 0; r < args.m; ++r) store_row(args, r, n_tile, acc + r * kNt);
-  });
+  };
+  if (args.m * n_tiles * args.layout.k_tiles_used() * args.layout.tile_bytes < kSerialBytes) {
+    for (int64_t n_tile = 0; n_tile < n_tiles; ++n_tile) one_tile(n_tile, 0);
+  } else {
+    ThreadPool::instance().parallel_for(n_tiles, one_tile);
+  }
 }
 
 // Few rows as digits; false if a row can't be held that way (nothing has been written then).

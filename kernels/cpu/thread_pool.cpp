@@ -135,11 +135,15 @@ void ThreadPool::run(int64_t items, Task task, void* context) {
   context_ = context;
   items_ = items;
   next_.store(0, std::memory_order_relaxed);
-  busy_.store(static_cast<uint32_t>(workers_.size()), std::memory_order_relaxed);
+  open_.store(true, std::memory_order_seq_cst);
   generation_.fetch_add(1, std::memory_order_release);
   generation_.notify_all();
   drain(0);
-  for (int spins = 0; busy_.load(std::memory_order_acquire) != 0; ++spins) {
+  // Workers that have not woken up by now are not waited for. A worker counts itself in and then looks whether the job
+  // is open; this closes the job and then looks who is counted in: in one total order, so that one of the two sees the
+  // other.
+  open_.store(false, std::memory_order_seq_cst);
+  for (int spins = 0; active_.load(std::memory_order_seq_cst) != 0; ++spins) {
     if (spins < kSpins) {
       cpu_pause();
     } else {
@@ -175,8 +179,9 @@ void ThreadPool::work(int thread, uint32_t seen) {
     }
     seen = now;
     if (stop_.load(std::memory_order_relaxed)) return;
-    drain(thread);
-    busy_.fetch_sub(1, std::memory_order_release);
+    active_.fetch_add(1, std::memory_order_seq_cst);
+    if (open_.load(std::memory_order_seq_cst)) drain(thread);
+    active_.fetch_sub(1, std::memory_order_release);
   }
 }
 

@@ -57,7 +57,7 @@ class ThreadPool {
   std::mutex owner_;                  // held by the caller whose job runs
   std::vector<std::thread> workers_;  // guarded by owner_
 
-  // The running job; written by the owner before generation_ is bumped.
+  // The running job; written by the owner before open_ is set.
   Task task_ = nullptr;
   void* context_ = nullptr;
   int64_t items_ = 0;
@@ -67,7 +67,9 @@ class ThreadPool {
 
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<uint32_t> busy_{0};  // workers that have not finished the running job
+  // Workers that are in the running job, or about to see that there is none.
+  alignas(64) std::atomic<uint32_t> active_{0};
+  std::atomic<bool> open_{false};  // whether a job runs that a worker may still enter
   std::atomic<bool> stop_{false};
 };
 
