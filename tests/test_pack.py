@@ -316,6 +316,30 @@ def test_packed_linear_checks_its_buffers() -> None:
     assert "64 x 64, w4 g=channel z8, 8 columns, bias, perm" in repr(packed)
 
 
+@pytest.mark.parametrize("name", ["bias", "perm", "scales", "zeros", "codes"])
+def test_arrays_between_the_words_of_memory(name: str) -> None:
+    """As a mapped file may have them: each array a byte past an element; packing copies what C++ reads by pointers."""
+    rng = np.random.default_rng(1)
+    layer = tf.quantize_linear(rng.standard_normal((64, 32)).astype(np.float32), group=32)
+    layer = dataclasses.replace(
+        layer, bias=rng.standard_normal(32).astype(np.float32), perm=rng.permutation(64).astype(np.int32)
+    )
+    array = getattr(layer, name)
+    shifted = np.frombuffer(b"\0" + array.tobytes(), array.dtype, offset=1).reshape(array.shape)
+    moved = tf.pack(dataclasses.replace(layer, **{name: shifted}))
+    want = tf.pack(layer)
+    np.testing.assert_array_equal(moved.data, want.data)
+    assert moved.bias is not None
+    assert moved.perm is not None
+    assert moved.bias.flags.aligned
+    assert moved.perm.flags.aligned
+    x = rng.standard_normal((2, 64)).astype(np.float32)
+    np.testing.assert_array_equal(tf.gemm(x, moved), tf.gemm(x, want))
+    if name in ("bias", "perm"):
+        with pytest.raises(LayoutError, match="aligned"):
+            dataclasses.replace(want, **{name: shifted})
+
+
 def test_threads_pack_at_the_same_time() -> None:
     layer, _ = random_layer(np.random.default_rng(10), 1024, 512, 4, 128, CodeOrder.WORDS_N_AWQ)
     expected = tf.pack(layer).data

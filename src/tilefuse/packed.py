@@ -24,6 +24,11 @@ _FLOAT_KINDS = {np.dtype(np.float16): 0, np.dtype(ml_dtypes.bfloat16): 1, np.dty
 _ISSUES = ("", "scale", "min", "zero point", "code")  # PackIssue::Kind
 
 
+def _plain(array: Array) -> bool:
+    """Whether C++ may read the array through a pointer to its elements."""
+    return bool(array.flags.c_contiguous and array.flags.aligned)
+
+
 @lru_cache(maxsize=4096)
 def native_layout(layout: Layout) -> _core.TileLayout:
     """The C++ side's form of ``layout``."""
@@ -78,14 +83,16 @@ class PackedLinear:
                 f"{self.name}: data starts {address(data) % ALIGNMENT} bytes past a multiple of {ALIGNMENT}"
             )
         bias, perm = self.bias, self.perm
-        if bias is not None and (bias.dtype != np.float32 or bias.shape != (self.n,) or not bias.flags.c_contiguous):
+        if bias is not None and (bias.dtype != np.float32 or bias.shape != (self.n,) or not _plain(bias)):
             raise LayoutError(
-                f"{self.name}: bias is {bias.dtype} {list(bias.shape)}; a contiguous float32 [{self.n}] is taken"
+                f"{self.name}: bias is {bias.dtype} {list(bias.shape)}; "
+                f"a contiguous, aligned float32 [{self.n}] is taken"
             )
         if perm is not None:
-            if perm.dtype != np.int32 or perm.shape != (self.k,) or not perm.flags.c_contiguous:
+            if perm.dtype != np.int32 or perm.shape != (self.k,) or not _plain(perm):
                 raise LayoutError(
-                    f"{self.name}: perm is {perm.dtype} {list(perm.shape)}; a contiguous int32 [{self.k}] is taken"
+                    f"{self.name}: perm is {perm.dtype} {list(perm.shape)}; "
+                    f"a contiguous, aligned int32 [{self.k}] is taken"
                 )
             if not np.array_equal(np.sort(perm), np.arange(self.k)):
                 raise LayoutError(f"{self.name}: perm must hold each input channel 0 to {self.k - 1} once")
@@ -189,8 +196,8 @@ def pack(
         name=q.name,
         layout=layout,
         data=data,
-        bias=None if q.bias is None else np.ascontiguousarray(q.bias, np.float32),
-        perm=None if q.perm is None else np.ascontiguousarray(q.perm),
+        bias=None if q.bias is None else np.require(q.bias, np.float32, ["C", "A"]),
+        perm=None if q.perm is None else np.require(q.perm, np.int32, ["C", "A"]),
         source=q.format,
     )
     # Held until the call returns; copies only where strides are not whole elements.
