@@ -14,7 +14,7 @@ cpp := $(shell find kernels src/tilefuse/_core src/tilefuse/_emu -name '*.cpp' -
 build_inputs := pyproject.toml CMakeLists.txt $(cpp) $(shell find kernels -name CMakeLists.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test sanitize lint format bench wheel clean
+.PHONY: help run test peers sanitize lint format bench wheel clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,6 +24,9 @@ run: $(VENV)/.stamp-run ## Run a small real model on tilefuse (downloads 93 MB o
 
 test: $(VENV)/.installed ## Run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+peers: $(VENV)/.peers $(VENV)/.installed ## Run the tests against other readers and torch (downloads torch)
+	$(BIN)/python -m pytest -m peers $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint ## Check style and types
 	$(BIN)/ruff check .
