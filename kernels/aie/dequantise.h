@@ -1,0 +1,152 @@
+// Dequantisation on the matrix multiplier.
+//
+// The scales of 8 output channels, as a diagonal matrix S, turn a block Q of codes into S Q (or, the other way round,
+// an 8 x 8 block of sums into sums S) in one multiplication, with no conversion of the codes. A bfp16 mantissa has 7
+// bits beside its sign and a bfloat16 scale 8, so S is two matrices, S = high + low, exactly: what rounding to the
+// first leaves is one bit. (Scales below 2^-119 lose that bit: their remainder is an fp32 denormal.)
+//
+// Every weight is exact in fp32 before it is narrowed: (q - z) s has at most 9 + 8 bits. For minima, q s is exact and
+// the addition of m rounds once.
+#pragma once
+
+#include <aie_api/aie.hpp>
+
+#include "loops.h"
+#include "packed_tile.h"
+#include "unpack.h"
+
+namespace tilefuse::gemm {
+
+using Bf16s = aie::vector<bfloat16, 64>;
+using Accum = aie::accum<accfloat, 64>;
+using Operand = aie::block_vector<bfp16ebs8, 64>;
+
+inline constexpr unsigned kOperandBytes = 72;  // of an operand in memory
+
+// Read-only data of the core, 192 bytes: an 8 x 8 identity, as bfloat16 bits and as negative bfp16 mantissas.
+alignas(64) inline constexpr uint16 kIdentity[64] = {0x3f80, 0, 0, 0, 0, 0, 0, 0, 0, 0x3f80, 0, 0, 0, 0, 0, 0, 0, 0,
+                                                     0x3f80, 0, 0, 0, 0, 0, 0, 0, 0, 0x3f80, 0, 0, 0, 0, 0, 0, 0, 0,
+                                                     0x3f80, 0, 0, 0, 0, 0, 0, 0, 0, 0x3f80, 0, 0, 0, 0, 0, 0, 0, 0,
+                                                     0x3f80, 0, 0, 0, 0, 0, 0, 0, 0, 0x3f80};
+alignas(64) inline constexpr int8 kMinusIdentity[64] = {
+    -64, 0, 0, 0, 0,   0, 0, 0, 0, -64, 0, 0, 0, 0,   0, 0, 0, 0, -64, 0, 0, 0, 0,   0, 0, 0, 0, -64, 0, 0, 0, 0,
+    0,   0, 0, 0, -64, 0, 0, 0, 0, 0,   0, 0, 0, -64, 0, 0, 0, 0, 0,   0, 0, 0, -64, 0, 0, 0, 0, 0,   0, 0, 0, -64};
+
+inline Bf16s identity() { return aie::load_v<64>(kIdentity).template cast_to<bfloat16>(); }
+inline v64bfp16ebs8 minus_identity() {
+  return v64bfp16ebs8{Codes(aie::load_v<64>(kMinusIdentity)).to_native(), exponents(127)};
+}
+
+// An fp32 block as the sum of two operands: what remains is below 2^-14 of the largest of each 8 values in a row.
+struct Split {
+  Operand high, low;
+};
+inline Split split(const Accum& value, const v64bfp16ebs8& minus_one) {
+  Split parts;
+  parts.high = value.template to_vector<bfp16ebs8>();
+  const Accum rest = mac_8x8_8x8T(parts.high, minus_one, value);
+  parts.low = rest.template to_vector<bfp16ebs8>();
+  return parts;
+}
+
+// 8 values of the output channels of a block, 16-byte aligned, in each of 8 rows.
+inline Bf16s rows_of(const bfloat16* channels) { return aie::load_v<8>(channels).template grow_replicate<64>(); }
+
+// The diagonal matrix of 8 scales.
+inline Split scale_matrix(const Bf16s& scale_rows, const Bf16s& one, const v64bfp16ebs8& minus_one) {
+  return split(aie::mul(scale_rows, one), minus_one);
+}
+
+// Which way a dequantised block lies in its 64 lanes.
+enum class Order {
+  kInputRows,   // [8 input][8 output]: B of a bfloat16 multiplication
+  kOutputRows,  // [8 output][8 input]: B of a bfp16 multiplication, blocks of 8 along the input channels
+};
+
+// All that the blocks of one group and 8 output channels share.
+template <unsigned Bits, bool Minima, Order order>
+class Dequantiser {
+ public:
+  // `offset`: the channels' zero points less kCodeOffset, or their minima.
+  Dequantiser(const bfloat16* scales, const aie::vector<bfloat16, 8>& offset, const Bf16s& one,
+              const v64bfp16ebs8& minus_one) {
+    const Bf16s rows = rows_of(scales);
+    matrix_ = scale_matrix(rows, one, minus_one);
+    const Bf16s offset_rows = offset.template grow_replicate<64>();
+    scale_ = order == Order::kInputRows ? rows : aie::transpose(rows, 8, 8);
+    offset_ = order == Order::kInputRows ? offset_rows : aie::transpose(offset_rows, 8, 8);
+    if constexpr (Minima) {
+      one_ = aie::broadcast<bfloat16, 64>(bfloat16(1.0f));
+      if constexpr (kCodeOffset<Bits> != 0) code_offset_ = aie::broadcast<bfloat16, 64>(bfloat16(kCodeOffset<Bits>));
+    }
+  }
+
+  // A block's weights from its codes.
+  Accum operator()(const Codes& codes) const {
+    const v64bfp16ebs8 q = as_operand(aie::transpose(codes, 8, 8));
+    Accum w;
+    if constexpr (order == Order::kInputRows) {
+      w = mul_8x8_8x8T(q, matrix_.high);
+      w = mac_8x8_8x8T(q, matrix_.low, w);
+    } else {
+      w = mul_8x8_8x8T(matrix_.high, q);
+      w = mac_8x8_8x8T(matrix_.low, q, w);
+    }
+    if constexpr (Minima) {
+      if constexpr (kCodeOffset<Bits> != 0) w = aie::mac(w, scale_, code_offset_);
+      return aie::mac(w, offset_, one_);
+    } else {
+      return aie::msc(w, offset_, scale_);
+    }
+  }
+
+ private:
+  Split matrix_;
+  Bf16s scale_, offset_;
+  Bf16s one_, code_offset_;  // for minima only
+};
+
+// The `offset` arguments for two blocks of output channels.
+template <class Tile, unsigned Bits, bool Minima>
+inline aie::vector<bfloat16, 16> load_offsets(const uint8_t* w, unsigned group, unsigned pair, const Codes& mid) {
+  const uint8_t* zeros = w + Tile::zero_offset + (group * kNt + pair * 16) * Tile::zero_bytes;
+  if constexpr (Minima)
+    return aie::load_v<16>(reinterpret_cast<const bfloat16*>(zeros));
+  else if constexpr (Bits == 8)
+    return aie::to_float<bfloat16>(
+        aie::add(aie::load_v<16>(zeros).template cast_to<int8>(), mid.template extract<16>(0)));
+  else
+    return aie::to_float<bfloat16>(aie::load_v<16>(zeros));
+}
+
+// Every block of a tile, dequantised, as emit(weights): two blocks of output channels at a time, all input channels
+// of the first before the next, which is the order that the multiplication reads in.
+template <class Tile, unsigned Bits, bool Minima, Order order, class Emit>
+inline void dequantise_tile(const uint8_t* w, Emit&& emit) {
+  const Bf16s one = identity();
+  const v64bfp16ebs8 minus_one = minus_identity();
+  const Codes mid = midpoint<Bits>();
+  const auto* scales = reinterpret_cast<const bfloat16*>(w + Tile::scale_offset);
+  TF_LOOP_RANGE(4, 4)
+  for (unsigned pair = 0; pair < kNBlocks / 2; ++pair) {
+    TF_LOOP_RANGE(1, 4)
+    for (unsigned group = 0; group < Tile::groups; ++group) {
+      const bfloat16* s = scales + group * kNt + pair * 16;
+      const auto offsets = load_offsets<Tile, Bits, Minima>(w, group, pair, mid);
+      const Dequantiser<Bits, Minima, order> first(s, offsets.template extract<8>(0), one, minus_one);
+      const Dequantiser<Bits, Minima, order> second(s + 8, offsets.template extract<8>(1), one, minus_one);
+      const uint8_t* codes = w + Tile::block_offset(group * Tile::k_blocks_per_group, 2 * pair);
+      TF_REGION(dequantise);
+      TF_LOOP_RANGE(4, 16)
+      TF_LOOP_NO_UNROLL
+      for (unsigned i = 0; i < Tile::k_blocks_per_group; ++i) {
+        const CodePair q = load_pair<Bits>(codes, mid);
+        emit(first(q[0]));
+        emit(second(q[1]));
+        codes += kNBlocks * Tile::block_bytes;
+      }
+    }
+  }
+}
+
+}  // namespace tilefuse::gemm
