@@ -5,9 +5,12 @@
 // diagonal matrix (dequantise.h) into the fp32 accumulator. Weights are never rounded; what a group's sums lose is
 // below 2^-14 of the largest of the 8 that share an exponent.
 //
-// 4-bit zero points are taken off the codes, exactly, by prepare(). 8-bit codes are kept as q - 128, and z - 128 is
-// folded: it multiplies the sum of the group's activations, row by row. Where every zero point of a tile is 128
-// (symmetric schemes) prepare() leaves a mark and the sums are not formed.
+// Codes become mantissas by one integer operation in the MV slot. The inner loop has room there for two blocks in four;
+// the other two are what prepare() writes, once for all bands.
+//
+// 4-bit zero points are taken off the codes, exactly. 8-bit codes are kept as q - 128, and z - 128 is folded: it
+// multiplies the sum of the group's activations, row by row. Where every zero point of a tile is 128 (symmetric
+// schemes) prepare() leaves a mark and the sums are not formed.
 #pragma once
 
 #include <stdint.h>
@@ -28,14 +31,15 @@ class MantissaTile {
   using Tile = PackedTile<Bits, Group, false>;
 
   static constexpr unsigned kQuads = kNBlocks / 4;
-  // Scratch: [n/32][k/8][4] blocks of mantissas; [group][n/8] scale matrices, high and low; for 8-bit codes
-  // [group][n/8] operands of zero points and, last, the mark.
-  static constexpr unsigned kQuadBytes = kKBlocks * 4 * 64;
+  // Scratch: [n/32][k/8][2] blocks of mantissas, the first two in each four blocks of output channels; [group][n/8]
+  // scale matrices, high and low; then, for 4-bit codes, [group][n/32][2] blocks of zero points for the other two in
+  // four, for 8-bit codes [group][n/8] operands of zero points and the mark.
+  static constexpr unsigned kQuadBytes = kKBlocks * 2 * 64;
   static constexpr unsigned kMatrixOffset = kQuads * kQuadBytes;
   static constexpr unsigned kMatrixBytes = 4 * 2 * kOperandBytes;  // of a group and four blocks of output channels
   static constexpr unsigned kZeroOffset = kMatrixOffset + kQuads * Tile::groups * kMatrixBytes;
-  static constexpr unsigned kZeroBytes = Bits == 8 ? kNBlocks * Tile::groups * 64 : 0;
-  static constexpr unsigned kMarkOffset = kZeroOffset + kZeroBytes;
+  static constexpr unsigned kZeroBytes = (Bits == 8 ? 4 : 2) * 64;  // of a group and four blocks of output channels
+  static constexpr unsigned kMarkOffset = kZeroOffset + kQuads * Tile::groups * kZeroBytes;
 
  public:
   static constexpr unsigned scratch_bytes = kMarkOffset + (Bits == 8 ? 64 : 0);
@@ -46,39 +50,54 @@ class MantissaTile {
     if constexpr (Bits == 8) prepare_zeros(w, scratch);
   }
 
-  static void multiply(const bfloat16* a, const uint8_t*, const uint8_t* scratch, float* acc) {
+  static void multiply(const bfloat16* a, const uint8_t* w, const uint8_t* scratch, float* acc) {
     if constexpr (Bits == 8) {
       if (scratch[kMarkOffset] != 0) {
-        multiply_band<true>(a, scratch, acc);
+        multiply_band<true>(a, w, scratch, acc);
         return;
       }
     }
-    multiply_band<false>(a, scratch, acc);
+    multiply_band<false>(a, w, scratch, acc);
   }
 
  private:
+  static uint8_t* zeros_at(uint8_t* scratch, unsigned group, unsigned quad) {
+    return scratch + kZeroOffset + (group * kQuads + quad) * kZeroBytes;
+  }
+  static const int8* zeros_at(const uint8_t* scratch, unsigned group, unsigned quad) {
+    return reinterpret_cast<const int8*>(scratch + kZeroOffset + (group * kQuads + quad) * kZeroBytes);
+  }
+
+  // What is subtracted from the codes of a block: their zero points, or nothing more than load_pair did.
+  static Codes centred(const Codes& codes, const Codes& zeros) {
+    if constexpr (Bits == 4) return aie::sub(codes, zeros);
+    return codes;
+  }
+
   static void prepare_mantissas(const uint8_t* w, uint8_t* scratch) {
     const Codes mid = midpoint<Bits>();
     TF_LOOP_RANGE(1, 4)
     for (unsigned group = 0; group < Tile::groups; ++group) {
       std::array<Bytes, 8> zeros;
-      if constexpr (Bits == 4) zeros = repeat_8(aie::load_v<64>(w + Tile::zero_offset + group * kNt));
+      if constexpr (Bits == 4) {
+        zeros = repeat_8(aie::load_v<64>(w + Tile::zero_offset + group * kNt));
+        TF_LOOP_UNROLL_FULL
+        for (unsigned quad = 0; quad < kQuads; ++quad) {
+          aie::store_v(zeros_at(scratch, group, quad), zeros[4 * quad + 2]);
+          aie::store_v(zeros_at(scratch, group, quad) + 64, zeros[4 * quad + 3]);
+        }
+      }
       const unsigned first = group * Tile::k_blocks_per_group;
       TF_REGION(unpack);
       TF_LOOP_RANGE(4, 16)
       TF_LOOP_NO_UNROLL
       for (unsigned k = first; k < first + Tile::k_blocks_per_group; ++k) {
         TF_LOOP_UNROLL_FULL
-        for (unsigned n = 0; n < kNBlocks; n += 2) {
-          auto* out = reinterpret_cast<int8*>(scratch + n / 4 * kQuadBytes + (k * 4 + n % 4) * 64);
-          const CodePair q = load_pair<Bits>(w + Tile::block_offset(k, n), mid);
-          if constexpr (Bits == 4) {
-            aie::store_v(out, aie::sub(q[0], zeros[n].template cast_to<int8>()));
-            aie::store_v(out + 64, aie::sub(q[1], zeros[n + 1].template cast_to<int8>()));
-          } else {
-            aie::store_v(out, q[0]);
-            aie::store_v(out + 64, q[1]);
-          }
+        for (unsigned quad = 0; quad < kQuads; ++quad) {
+          auto* out = reinterpret_cast<int8*>(scratch + quad * kQuadBytes + k * 128);
+          const CodePair q = load_pair<Bits>(w + Tile::block_offset(k, 4 * quad), mid);
+          aie::store_v(out, centred(q[0], zeros[4 * quad].template cast_to<int8>()));
+          aie::store_v(out + 64, centred(q[1], zeros[4 * quad + 1].template cast_to<int8>()));
         }
       }
     }
@@ -122,7 +141,7 @@ class MantissaTile {
         const auto [c, d] = aie::interleave_zip(halves[quad], nothing, 2);
         const auto [v0, v1] = aie::interleave_zip(c, nothing, 4);
         const auto [v2, v3] = aie::interleave_zip(d, nothing, 4);
-        auto* out = reinterpret_cast<int8*>(scratch + kZeroOffset + (group * kQuads + quad) * 256);
+        auto* out = reinterpret_cast<int8*>(zeros_at(scratch, group, quad));
         aie::store_v(out, v0);
         aie::store_v(out + 64, v1);
         aie::store_v(out + 128, v2);
@@ -133,7 +152,7 @@ class MantissaTile {
   }
 
   template <bool FoldZeros>
-  static void multiply_band(const bfloat16* a, const uint8_t* scratch, float* acc) {
+  static void multiply_band(const bfloat16* a, const uint8_t* w, const uint8_t* scratch, float* acc) {
     const v64bfp16ebs8 minus_one = minus_identity();
     TF_LOOP_RANGE(2, 8)
     for (unsigned m = 0; m < M / 8; ++m) {
@@ -145,9 +164,10 @@ class MantissaTile {
         if constexpr (FoldZeros) row_sums = split(minus_row_sums(rows), minus_one);
         TF_LOOP_RANGE(2, 2)
         for (unsigned quad = 0; quad < kQuads; ++quad) {
-          std::array<Accum, 4> sums = group_sums(rows, scratch + quad * kQuadBytes + first * 256);
+          const int8* zeros = zeros_at(scratch, group, quad);
+          std::array<Accum, 4> sums = group_sums(rows, scratch + quad * kQuadBytes + first * 128,
+                                                 w + Tile::block_offset(first, 4 * quad + 2), zeros);
           if constexpr (FoldZeros) {
-            const auto* zeros = reinterpret_cast<const int8*>(scratch + kZeroOffset + (group * kQuads + quad) * 256);
             TF_LOOP_UNROLL_FULL
             for (unsigned j = 0; j < 4; ++j) {
               const v64bfp16ebs8 z = as_operand(aie::load_v<64>(zeros + 64 * j));
@@ -174,8 +194,15 @@ class MantissaTile {
     }
   }
 
-  // Activations times four blocks of mantissas, over a group.
-  static std::array<Accum, 4> group_sums(const bfloat16* a, const uint8_t* mantissas) {
+  // Activations times four blocks of weights, over a group: two of mantissas and two of codes.
+  static std::array<Accum, 4> group_sums(const bfloat16* a, const uint8_t* mantissas, const uint8_t* codes,
+                                         const int8* zeros) {
+    const Codes mid = midpoint<Bits>();
+    Codes z2, z3;
+    if constexpr (Bits == 4) {
+      z2 = aie::load_v<64>(zeros);
+      z3 = aie::load_v<64>(zeros + 64);
+    }
     Accum c0 = aie::zeros<accfloat, 64>();
     Accum c1 = aie::zeros<accfloat, 64>();
     Accum c2 = aie::zeros<accfloat, 64>();
@@ -187,12 +214,14 @@ class MantissaTile {
       TF_LOOP_NO_UNROLL
       for (unsigned k = 0; k < Tile::k_blocks_per_group; ++k) {
         const Operand activations = to_operand(a);
+        const CodePair q = load_pair<Bits>(codes, mid);
         c0 = mac_8x8_8x8T(activations, as_operand(aie::load_v<64>(b)), c0);
         c1 = mac_8x8_8x8T(activations, as_operand(aie::load_v<64>(b + 64)), c1);
-        c2 = mac_8x8_8x8T(activations, as_operand(aie::load_v<64>(b + 128)), c2);
-        c3 = mac_8x8_8x8T(activations, as_operand(aie::load_v<64>(b + 192)), c3);
+        c2 = mac_8x8_8x8T(activations, as_operand(centred(q[0], z2)), c2);
+        c3 = mac_8x8_8x8T(activations, as_operand(centred(q[1], z3)), c3);
         a += 64;
-        b += 256;
+        b += 128;
+        codes += kNBlocks * Tile::block_bytes;
       }
     }
     return {c0, c1, c2, c3};
