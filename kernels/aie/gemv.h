@@ -9,27 +9,22 @@
 
 #include <aie_api/aie.hpp>
 
+#include "epilogue.h"
 #include "loops.h"
 #include "packed_tile.h"
+#include "unpack.h"
 
 namespace tilefuse::gemv {
+
+using gemm::load_accum;
+using gemm::store_accum;
 
 using Sums64 = aie::accum<accfloat, 64>;
 using Sums32 = aie::accum<accfloat, 32>;
 using Bf16x64 = aie::vector<bfloat16, 64>;
 
-// fp32 in memory, 64-byte aligned.
-inline Sums64 load_sums(const float* p) {
-  return aie::concat(Sums32(aie::load_v<32>(p)), Sums32(aie::load_v<32>(p + 32)));
-}
-inline void store_sums(float* p, const Sums64& sums) {
-  aie::store_v(p, sums.extract<32>(0).to_vector<float>());
-  aie::store_v(p + 32, sums.extract<32>(1).to_vector<float>());
-}
-
-// What bfloat16 can't hold of an fp32 value in one piece, it holds in three: 3 x 8 bits, each rounded to nearest, are
-// all
-// 24. Multiplied one by one with a bfloat16, they make the exact product that the core has no instruction for.
+// What bfloat16 can't hold of an fp32 value in one piece, it holds in three, of 8 bits each. Multiplied one by one with
+// a bfloat16, they make the exact product that the core has no instruction for.
 struct Bf16Digits {
   Bf16x64 high, middle, low;
 };
@@ -63,20 +58,20 @@ inline Sums64 msc(const Sums64& sums, const Bf16x64& factor, const Bf16Digits& d
 
 inline void zero(float* acc) {
   aie::set_rounding(aie::rounding_mode::conv_even);
-  store_sums(acc, aie::zeros<accfloat, 64>());
+  store_accum(acc, aie::zeros<accfloat, 64>());
 }
 
 // acc += partial: the sums of the row above, on their way down the column.
 inline void add(const float* partial, float* acc) {
   aie::set_rounding(aie::rounding_mode::conv_even);
   TF_REGION(add);
-  store_sums(acc, aie::add(load_sums(acc), load_sums(partial)));
+  store_accum(acc, aie::add(load_accum(acc), load_accum(partial)));
 }
 
 inline void store_bf16(const float* acc, bfloat16* y) {
   aie::set_rounding(aie::rounding_mode::conv_even);
   TF_REGION(store_bf16);
-  aie::store_v(y, load_sums(acc).to_vector<bfloat16>());
+  aie::store_v(y, load_accum(acc).to_vector<bfloat16>());
 }
 
 // 0x43 above a byte below 128 makes the bfloat16 128 + byte.
@@ -91,10 +86,11 @@ template <class Tile, bool Minima, int Offset>
 inline void apply_group(const uint8_t* w, unsigned group, Sums64 dots, const bfloat16* x_sums, float* acc) {
   const Bf16Digits x_sum = load_digits(x_sums + group * 192);
   const Bf16x64 scale = aie::load_v<64>(reinterpret_cast<const bfloat16*>(w + Tile::scale_offset) + group * kNt);
-  Sums64 sums = load_sums(acc);
+  Sums64 sums = load_accum(acc);
   if constexpr (Minima) {
     const Bf16x64 minimum = aie::load_v<64>(reinterpret_cast<const bfloat16*>(w + Tile::zero_offset) + group * kNt);
-    if constexpr (Offset != 0) dots = mac(dots, aie::broadcast<bfloat16, 64>(bfloat16(Offset)), x_sum);
+    if constexpr (Offset != 0)
+      dots = mac(dots, aie::broadcast<bfloat16, 64>(bfloat16(static_cast<float>(Offset))), x_sum);
     sums = mac(sums, minimum, x_sum);
   } else {
     const aie::vector<uint8, 64> zeros = aie::load_v<64>(w + Tile::zero_offset + group * kNt);
@@ -105,41 +101,28 @@ inline void apply_group(const uint8_t* w, unsigned group, Sums64 dots, const bfl
     else
       dots = msc(dots, aie::to_float<bfloat16>(zeros), x_sum);
   }
-  store_sums(acc, mac(sums, scale, split(dots)));
+  store_accum(acc, mac(sums, scale, split(dots)));
 }
 
-// --- mantissa path
-// ------------------------------------------------------------------------------------------------------
+// --- mantissa path ---------------------------------------------------------------------------------------------------
 //
 // Codes are bfp16 mantissas as they are: one exponent for all of them makes each worth its integer. x becomes four rows
 // of an A operand: row 0 is x in bfp16 (7 bits below the largest of 8), each further row what the rows before it leave
-// over. Four rows keep 2^-28 of a block's largest value, beyond fp32 accumulation; the multiplier takes four rows
-// anyway.
-//   4 rows x 8 k  by  8 k x 16 n: 128 weights an instruction, and each accumulator register holds 16 neighbouring
-//   outputs,
-// so that adding the four rows needs no shuffle.
+// over. Four rows keep 2^-27 of a block's largest value, beyond fp32 accumulation; the multiplier reads four anyway.
+//
+// An instruction is 4 rows x 8 k by 8 k x 16 n: 128 weights. Each accumulator register then holds 16 neighbouring
+// outputs, so that adding the four rows needs no shuffle.
 
 using Operand = aie::block_vector<bfp16ebs8, 64>;
-using Codes = aie::vector<int8, 64>;  // an 8x8 block
 
-inline constexpr unsigned kDigits = 4;
 inline constexpr unsigned kOperandBytes = 72;  // of one k block of x
 inline constexpr unsigned kSumsOffset = kKBlocks * kOperandBytes;
 
-// value = mantissa * 2^(exponent - 127) / 64: at this exponent, the mantissa itself.
-inline Operand as_operand(const Codes& mantissas) {
-  constexpr int8 unit = 133 - 256;
-  v64bfp16ebs8 block;
-  block.mantissa = mantissas.to_native();
-  block.exponent = v8int8{unit, unit, unit, unit, unit, unit, unit, unit};
-  return block;
-}
-
 // sums[4 rows][16 outputs] += x rows * codes
-inline Sums64 mac_rows(const Operand& x, const Codes& n0_to_7, const Codes& n8_to_15, const Sums64& sums) {
-  aie::block_vector<bfp16ebs8, 128> codes = as_operand(n0_to_7).grow<128>();
-  codes.insert(1, as_operand(n8_to_15));
-  return ::mac_4x8_8x16T_conf(x, 1, codes, 1, sums, 0, 0, 0);
+inline Sums64 mac_rows(const Operand& x, const gemm::CodePair& codes, const Sums64& sums) {
+  aie::block_vector<bfp16ebs8, 128> columns = Operand(gemm::as_operand(codes[0])).grow<128>();
+  columns.insert(1, Operand(gemm::as_operand(codes[1])));
+  return ::mac_4x8_8x16T_conf(x, 1, columns, 1, sums, 0, 0, 0);
 }
 
 // The four rows added.
@@ -148,26 +131,10 @@ inline aie::accum<accfloat, 16> fold(const Sums64& rows) {
   return aie::add(pairs.extract<16>(0), pairs.extract<16>(1));
 }
 
-// The 16 output channels of block pair `pair`, k block `k_block`. `bias` is -Offset in every lane.
-template <class Tile, int Offset>
-inline Sums64 mac_pair(const Operand& x, const uint8_t* w, unsigned k_block, unsigned pair, const Codes& bias,
-                       const Sums64& sums) {
-  const uint8_t* codes = w + Tile::block_offset(k_block, 2 * pair);
-  if constexpr (Offset == 0) {
-    const aie::vector<uint8, 128> both = aie::unpack(aie::load_v<128>(reinterpret_cast<const uint4*>(codes)));
-    return mac_rows(x, both.extract<64>(0).cast_to<int8>(), both.extract<64>(1).cast_to<int8>(), sums);
-  } else {
-    // 8-bit codes wrap into the range of a mantissa: q - 128.
-    const Codes n0_to_7 = aie::add(aie::load_v<64>(codes).cast_to<int8>(), bias);
-    const Codes n8_to_15 = aie::add(aie::load_v<64>(codes + 64).cast_to<int8>(), bias);
-    return mac_rows(x, n0_to_7, n8_to_15, sums);
-  }
-}
-
 template <unsigned Bits, unsigned Group, bool Minima>
 struct Mantissa {
   using Tile = PackedTile<Bits, Group, Minima>;
-  static constexpr int offset = Bits == 8 ? 128 : 0;
+  static constexpr int offset = gemm::kCodeOffset<Bits>;
   static constexpr unsigned scratch_bytes = kSumsOffset + Tile::groups * 3 * 64 * 2;
 
   // x -> [16 k blocks] operands of 72 bytes, then [groups] sums of x as three bfloat16, each in 64 lanes.
@@ -179,22 +146,24 @@ struct Mantissa {
   static void multiply(const uint8_t* scratch, const uint8_t* w, float* acc) {
     aie::block_vector_input_buffer_stream<bfp16ebs8, 64> x(reinterpret_cast<const bfp16ebs8*>(scratch));
     const auto* x_sums = reinterpret_cast<const bfloat16*>(scratch + kSumsOffset);
-    const Codes bias = aie::broadcast<int8, 64>(static_cast<int8>(-offset));
-    TF_LOOP_RANGE(Tile::groups, Tile::groups)
+    const auto codes = [w, midpoint = gemm::midpoint<Bits>()](unsigned k_block, unsigned pair) {
+      return gemm::load_pair<Bits>(w + Tile::block_offset(k_block, 2 * pair), midpoint);
+    };
+    TF_LOOP_RANGE(1, 4)
     TF_LOOP_NO_UNROLL
     for (unsigned group = 0; group < Tile::groups; ++group) {
       Sums64 s0 = aie::zeros<accfloat, 64>(), s1 = s0, s2 = s0, s3 = s0;
       {
         TF_REGION(dots);
-        TF_LOOP_RANGE(Tile::k_blocks_per_group, Tile::k_blocks_per_group)
+        TF_LOOP_RANGE(4, 16)
         TF_LOOP_NO_UNROLL
         for (unsigned i = 0; i < Tile::k_blocks_per_group; ++i) {
           const unsigned k_block = group * Tile::k_blocks_per_group + i;
           const Operand rows = x.pop();
-          s0 = mac_pair<Tile, offset>(rows, w, k_block, 0, bias, s0);
-          s1 = mac_pair<Tile, offset>(rows, w, k_block, 1, bias, s1);
-          s2 = mac_pair<Tile, offset>(rows, w, k_block, 2, bias, s2);
-          s3 = mac_pair<Tile, offset>(rows, w, k_block, 3, bias, s3);
+          s0 = mac_rows(rows, codes(k_block, 0), s0);
+          s1 = mac_rows(rows, codes(k_block, 1), s1);
+          s2 = mac_rows(rows, codes(k_block, 2), s2);
+          s3 = mac_rows(rows, codes(k_block, 3), s3);
         }
       }
       TF_REGION(scale);
@@ -245,7 +214,8 @@ struct Mantissa {
 
   // The sum of a group is its product with codes of 1; summed in quarters of the tile, so that four chains overlap.
   static void sum_groups(uint8_t* scratch) {
-    const Codes ones = aie::broadcast<int8, 64>(1);
+    const gemm::Codes one = aie::broadcast<int8, 64>(1);
+    const gemm::CodePair ones{one, one};
     const auto* operands = reinterpret_cast<const bfp16ebs8*>(scratch);
     aie::block_vector_input_buffer_stream<bfp16ebs8, 64> x0(operands), x1(operands), x2(operands), x3(operands);
     x1.seek(4);
@@ -257,10 +227,10 @@ struct Mantissa {
       TF_LOOP_RANGE(4, 4)
       TF_LOOP_NO_UNROLL
       for (unsigned i = 0; i < 4; ++i) {
-        s0 = mac_rows(x0.pop(), ones, ones, s0);
-        s1 = mac_rows(x1.pop(), ones, ones, s1);
-        s2 = mac_rows(x2.pop(), ones, ones, s2);
-        s3 = mac_rows(x3.pop(), ones, ones, s3);
+        s0 = mac_rows(x0.pop(), ones, s0);
+        s1 = mac_rows(x1.pop(), ones, s1);
+        s2 = mac_rows(x2.pop(), ones, s2);
+        s3 = mac_rows(x3.pop(), ones, s3);
       }
     }
     TF_REGION(x_digits);
@@ -284,8 +254,7 @@ struct Mantissa {
   }
 };
 
-// --- element-wise path
-// --------------------------------------------------------------------------------------------------
+// --- element-wise path -----------------------------------------------------------------------------------------------
 //
 // Codes widened to bfloat16 and multiplied lane by lane: 64 weights an instruction at best, and a lane for each k to be
 // added up after every group. The rung below the mantissa path in the ladder, and the multiplication of unquantised
@@ -296,7 +265,7 @@ inline constexpr unsigned kSpreadBytes = kKBlocks * 64 * 2;
 inline void spread(const bfloat16* x, uint8_t* scratch) {
   auto* spread = reinterpret_cast<bfloat16*>(scratch);
   TF_REGION(operands);
-  TF_LOOP_RANGE(kKBlocks, kKBlocks)
+  TF_LOOP_RANGE(16, 16)
   for (unsigned i = 0; i < kKBlocks; ++i) aie::store_v(spread + 64 * i, aie::load_v<8>(x + 8 * i).grow_replicate<64>());
 }
 
@@ -320,7 +289,7 @@ inline Sums64 dot_blocks(const bfloat16* spread, unsigned begin, const Block& bl
     Sums64 s0 = aie::zeros<accfloat, 64>(), s1 = s0, s2 = s0, s3 = s0;
     {
       TF_REGION(dots);
-      TF_LOOP_RANGE(Count, Count)
+      TF_LOOP_RANGE(4, 16)
       TF_LOOP_NO_UNROLL
       for (unsigned k = begin; k < begin + Count; ++k) {
         const Bf16x64 x = aie::load_v<64>(spread + 64 * k);
@@ -348,7 +317,7 @@ struct Elementwise {
     const auto* rows = reinterpret_cast<const bfloat16*>(scratch);
     auto* x_sums = reinterpret_cast<bfloat16*>(scratch + kSpreadBytes);
     const Bf16x64 one = aie::broadcast<bfloat16, 64>(bfloat16(1.0f));
-    TF_LOOP_RANGE(Tile::groups, Tile::groups)
+    TF_LOOP_RANGE(1, 4)
     TF_LOOP_NO_UNROLL
     for (unsigned group = 0; group < Tile::groups; ++group) {
       const Sums64 sums = dot_blocks<Tile::k_blocks_per_group>(rows, group * Tile::k_blocks_per_group,
@@ -361,7 +330,7 @@ struct Elementwise {
   static void multiply(const uint8_t* scratch, const uint8_t* w, float* acc) {
     const auto* rows = reinterpret_cast<const bfloat16*>(scratch);
     const auto* x_sums = reinterpret_cast<const bfloat16*>(scratch + kSpreadBytes);
-    TF_LOOP_RANGE(Tile::groups, Tile::groups)
+    TF_LOOP_RANGE(1, 4)
     TF_LOOP_NO_UNROLL
     for (unsigned group = 0; group < Tile::groups; ++group) {
       const auto block = [w](unsigned k_block, unsigned n_block) {
@@ -391,7 +360,7 @@ struct Unquantized {
               reinterpret_cast<const bfloat16*>(w + UnquantizedTile::block_offset(k_block, n_block)));
         });
     TF_REGION(sum);
-    store_sums(acc, aie::add(load_sums(acc), dots));
+    store_accum(acc, aie::add(load_accum(acc), dots));
   }
 };
 
