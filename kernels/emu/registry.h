@@ -37,6 +37,7 @@ struct Kernel {
   int minima = 0;
   std::string path;
   int m = 0;
+  int64_t scratch_bytes = 0;
   std::vector<EntryPoint> entry_points;
 };
 

@@ -55,7 +55,7 @@ std::string call(const EntryPoint& entry, const py::args& addresses) {
 }
 
 // Regions of the last call: (name, entries, {load, ldb, st, mv, vec}); the unnamed one is what is outside the others.
-using Counts = std::vector<std::tuple<std::string, unsigned long, std::array<unsigned long, 5>>>;
+using Counts = std::vector<std::tuple<std::string, unsigned long, std::tuple<unsigned long, unsigned long, unsigned long, unsigned long, unsigned long>>>;
 
 Counts counts() {
   Counts result;
@@ -63,7 +63,7 @@ Counts counts() {
     const count::region& region = count::core.regions[i];
     const count::slots& s = region.spent;
     result.emplace_back(region.name == nullptr ? "" : region.name, region.entries,
-                        std::array{s.load, s.ldb, s.st, s.mv, s.vec});
+                        std::tuple{s.load, s.ldb, s.st, s.mv, s.vec});
   }
   return result;
 }
@@ -122,6 +122,7 @@ void bind_kernels(py::module_& m) {
       .def_readonly("minima", &Kernel::minima)
       .def_readonly("path", &Kernel::path)
       .def_readonly("m", &Kernel::m)
+      .def_readonly("scratch_bytes", &Kernel::scratch_bytes)
       .def_readonly("entry_points", &Kernel::entry_points);
   m.def("kernels", &kernels, py::return_value_policy::reference);
   m.def("packed_tiles", &packed_tiles);

@@ -79,6 +79,25 @@ Array<float> bfp16_mac(const Array<uint8_t>& a, const Array<uint8_t>& b, const A
   return out;
 }
 
+Array<float> from_bfp16(const Array<uint8_t>& in) {
+  const size_t n = static_cast<size_t>(in.size()) / 72;
+  Array<float> out(static_cast<py::ssize_t>(n * 64));
+  aie::block_vector_input_buffer_stream<bfp16ebs8, 64> stream(reinterpret_cast<const bfp16ebs8*>(in.data()));
+  for (size_t i = 0; i < n; ++i) give(aie::accum<accfloat, 64>(stream.pop()).to_vector<float>(), out, i);
+  return out;
+}
+
+// acc [4][16] + the first four rows of A [8][8] . B [16][8] transposed; B as 2 x 72 bytes.
+Array<float> bfp16_mac_4x16(const Array<uint8_t>& a, const Array<uint8_t>& b, const Array<float>& acc) {
+  aie::block_vector_input_buffer_stream<bfp16ebs8, 64> a_stream(reinterpret_cast<const bfp16ebs8*>(a.data()));
+  aie::block_vector_input_buffer_stream<bfp16ebs8, 64> b_stream(reinterpret_cast<const bfp16ebs8*>(b.data()));
+  auto b_block = b_stream.pop().grow<128>();
+  b_block.insert(1, b_stream.pop());
+  Array<float> out(64);
+  give(mac_4x8_8x16T(a_stream.pop(), b_block, aie::accum<accfloat, 64>(take<float, 64>(acc))).to_vector<float>(), out);
+  return out;
+}
+
 template <typename T, unsigned Elems>
 py::tuple interleave(const Array<element_of<T>>& a, const Array<element_of<T>>& b, unsigned chunk, bool zip) {
   const auto v = take<T, Elems>(a);
@@ -144,7 +163,9 @@ void bind_operations(py::module_& m) {
         in, [](const auto& v) { return aie::accum<accfloat, 64>(v).template to_vector<float>(); });
   });
   ops.def("to_bfp16", &to_bfp16);
+  ops.def("from_bfp16", &from_bfp16);
   ops.def("bfp16_mac", &bfp16_mac);
+  ops.def("bfp16_mac_4x16", &bfp16_mac_4x16);
   ops.def("mac", [](const Array<float>& acc, const Array<uint16_t>& a, const Array<uint16_t>& b) {
     Array<float> out(64);
     give(aie::mac(aie::accum<accfloat, 64>(take<float, 64>(acc)), take<bfloat16, 64>(a), take<bfloat16, 64>(b))

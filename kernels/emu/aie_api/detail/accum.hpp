@@ -96,10 +96,7 @@ class accum {
     if constexpr (std::is_same_v<T, float>) {
       result.data = data;
     } else {
-      detail::with_rounding_mode([&](auto mode) {
-        for (unsigned i = 0; i < Elems; ++i)
-          result.data[i].bits = detail::round_to_bf16<decltype(mode)::value>(std::bit_cast<uint32_t>(data[i]));
-      });
+      detail::narrow_to_bf16(data.data(), result.data.data(), Elems);
       detail::count::now().st += detail::div_up(Elems, 32);
     }
     return result;

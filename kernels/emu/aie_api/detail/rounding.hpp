@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "count.hpp"
+#include "types.hpp"
 
 namespace aie::detail {
 
@@ -84,6 +85,13 @@ template <rounding_mode Mode>
   const auto rounded = static_cast<uint16_t>(((magnitude + addend) >> 16) | (negative << 15));
   const auto quiet = static_cast<uint16_t>((bits >> 16) | 0x40u);
   return magnitude > 0x7f800000u ? quiet : rounded;
+}
+
+// Narrows n values in the core's mode. Out of line, like all that depends on the mode: ten loops in one.
+[[gnu::noinline]] inline void narrow_to_bf16(const float* x, bfloat16* y, unsigned n) {
+  with_rounding_mode([=](auto mode) {
+    for (unsigned i = 0; i < n; ++i) y[i].bits = round_to_bf16<decltype(mode)::value>(std::bit_cast<uint32_t>(x[i]));
+  });
 }
 
 }  // namespace aie::detail

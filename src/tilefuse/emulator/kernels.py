@@ -1,0 +1,284 @@
+"""The AIE2P microkernels, compiled for this machine from the very sources that the device compiler takes.
+
+>>> from tilefuse.emulator import kernels
+>>> kernel = kernels.get("gemv_bf16_w4g128_mantissa_128x64")
+>>> acc = kernel.entry_points["zero"].arguments[0].empty()
+>>> kernel.entry_points["zero"](acc)
+
+A kernel has a main entry point, called as ``kernel(...)``, and others by their stem (``zero``, ``prepare``, ...).
+Arrays are written in place, as the core writes its local memory. `count` says how many instructions of each issue slot
+a call takes, and `Slots.cycles` what that comes to: *modelled* figures, no measurement.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from tilefuse import _emu
+from tilefuse._buffers import address, aligned_empty
+from tilefuse.errors import DeviceError, DtypeError, LayoutError, ShapeError
+from tilefuse.layout import ALIGNMENT
+
+PIPELINE_FILL = 10
+"""Cycles, modelled: what a region costs beside its slots each time it is entered. A load returns after 7 cycles and a
+multiplication after 3 more, so that is the distance between a loop's first load and its first result."""
+
+_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {"uint8": np.dtype(np.uint8), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+)
+
+
+class RoundingMode(enum.IntEnum):
+    """Modes of a core, by the hardware's numbers. The nearest ones differ only half-way between two results."""
+
+    FLOOR = 0
+    """To negative infinity; what a core powers up with."""
+    CEIL = 1
+    SYMMETRIC_FLOOR = 2
+    """To zero."""
+    SYMMETRIC_CEIL = 3
+    """Away from zero."""
+    NEGATIVE_INF = 8
+    POSITIVE_INF = 9
+    SYMMETRIC_ZERO = 10
+    SYMMETRIC_INF = 11
+    CONV_EVEN = 12
+    """Nearest, half-way to even: what every kernel sets."""
+    CONV_ODD = 13
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An array that an entry point takes: C-contiguous and aligned to 64 bytes, like a buffer in a core's memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    written: bool
+    """Whether the entry point writes it (it may read it first)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def empty(self) -> npt.NDArray[Any]:
+        """An array of this kind; contents undefined."""
+        return aligned_empty(self.nbytes).view(self.dtype).reshape(self.shape)
+
+    def copy_of(self, values: npt.ArrayLike) -> npt.NDArray[Any]:
+        """An array of this kind that holds ``values`` (any array of as many elements, converted to the dtype)."""
+        array = self.empty()
+        array[...] = np.asarray(values).reshape(self.shape).astype(self.dtype)
+        return array
+
+    def check(self, entry: str, array: npt.NDArray[Any]) -> None:
+        """Raises what `EntryPoint.__call__` documents unless ``array`` is of this kind."""
+        what = f"{entry}: {self.name}"
+        if not isinstance(array, np.ndarray):
+            raise DtypeError(f"{what} is a {type(array).__name__}; pass a NumPy array of {self.dtype}")
+        if array.dtype != self.dtype:
+            raise DtypeError(f"{what} has dtype {array.dtype}; the kernel takes {self.dtype}")
+        if array.shape != self.shape:
+            raise ShapeError(f"{what} has shape {list(array.shape)}; the kernel takes {list(self.shape)}")
+        if not array.flags.c_contiguous:
+            raise LayoutError(f"{what} is not C-contiguous; pass np.ascontiguousarray of it")
+        if address(array) % ALIGNMENT != 0:
+            raise LayoutError(
+                f"{what} starts {address(array) % ALIGNMENT} bytes past a multiple of {ALIGNMENT}, and a core's vector "
+                "accesses would ignore that; allocate it with Argument.empty()"
+            )
+        if self.written and not array.flags.writeable:
+            raise LayoutError(f"{what} is read-only, and the kernel writes it; pass a copy")
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Instructions by issue slot. The core issues one of each a cycle, and two loads."""
+
+    load: int = 0
+    """On either load unit."""
+    ldb: int = 0
+    """On the second load unit only: unpacks."""
+    st: int = 0
+    """On the store unit: stores, and conversions to bfloat16 and bfp16."""
+    mv: int = 0
+    """Shuffles, broadcasts, integer vector arithmetic, conversions to accumulators."""
+    vec: int = 0
+    """Multiplications, and arithmetic on accumulators."""
+    entries: int = 0
+    """Times that the region was entered."""
+
+    @property
+    def bound(self) -> int:
+        """Cycles, modelled, that the busiest slot needs: what a perfect schedule takes."""
+        return max(self.vec, self.mv, self.st, self.ldb, -(-(self.load + self.ldb) // 2))
+
+    @property
+    def cycles(self) -> int:
+        """Cycles, modelled: `bound`, and `PIPELINE_FILL` for each entry."""
+        return self.bound + PIPELINE_FILL * self.entries
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    """One function of a kernel."""
+
+    kernel: str
+    stem: str
+    """``""`` for the main one."""
+    arguments: tuple[Argument, ...]
+    _native: _emu.EntryPoint = field(repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The symbol of the kernel object."""
+        return f"{self.kernel}_{self.stem}" if self.stem else self.kernel
+
+    def __call__(self, *arrays: npt.NDArray[Any]) -> None:
+        """Runs it on ``arrays``, in the order of `arguments`; the written ones change in place.
+
+        Raises:
+            DtypeError, ShapeError: An array is not what its `Argument` says.
+            LayoutError: An array is not contiguous, not aligned to 64 bytes, read-only though written, or shares memory
+                with one that is written.
+            DeviceError: The kernel did what the hardware would do silently wrong, a misaligned vector access, say.
+        """
+        self._check(arrays)
+        self.call_addresses(*(address(array) for array in arrays))
+
+    def call_addresses(self, *addresses: int) -> None:
+        """Runs it on memory that the caller vouches for: `Argument.nbytes` bytes at each address."""
+        fault = self._native.call(*addresses)
+        if fault:
+            raise DeviceError(f"{self.name}: {fault}")
+
+    def count(self, *arrays: npt.NDArray[Any]) -> dict[str, Slots]:
+        """Runs it on ``arrays`` as `__call__` does, and returns what it issued: `Slots` by region.
+
+        Regions are what the sources name with ``TF_REGION``; ``""`` is all that is in none of them.
+        """
+        self._check(arrays)
+        _emu.reset_counts()
+        self.call_addresses(*(address(array) for array in arrays))
+        regions = {name: Slots(*slots, entries=entries) for name, entries, slots in _emu.counts()}
+        _emu.reset_counts()
+        return regions
+
+    def _check(self, arrays: tuple[npt.NDArray[Any], ...]) -> None:
+        if len(arrays) != len(self.arguments):
+            names = ", ".join(argument.name for argument in self.arguments)
+            raise ShapeError(f"{self.name}: {len(arrays)} arrays; the kernel takes {len(self.arguments)}: {names}")
+        for argument, array in zip(self.arguments, arrays, strict=True):
+            argument.check(self.name, array)
+        for i, argument in enumerate(self.arguments):
+            for j, other in enumerate(self.arguments):
+                if argument.written and i != j and np.may_share_memory(arrays[i], arrays[j]):
+                    raise LayoutError(
+                        f"{self.name}: {argument.name}, which the kernel writes, shares memory with {other.name}; "
+                        "pass a copy"
+                    )
+
+
+@dataclass(frozen=True)
+class HostKernel:
+    """A kernel object in one configuration (kernels/aie/config.h)."""
+
+    name: str
+    op: str
+    """``gemm`` or ``gemv``."""
+    bits: int
+    """Bits of a weight, 16 for unquantised ones."""
+    group: int
+    """Input channels that share a scale, 0 for unquantised weights."""
+    minima: bool
+    """Whether the tile has bfloat16 minima in place of zero points."""
+    path: str
+    """How weights reach the multiplier: ``emulated``, ``bfp16``, ``mantissa`` or ``elementwise``."""
+    m: int
+    """Rows of activations a call."""
+    scratch_bytes: int
+    """What ``prepare`` fills and the main entry point reads; the caller owns it."""
+    _native: _emu.Kernel = field(repr=False, compare=False)
+
+    @cached_property
+    def entry_points(self) -> Mapping[str, EntryPoint]:
+        """Its functions by stem."""
+        return MappingProxyType(
+            {
+                native.stem: EntryPoint(
+                    self.name,
+                    native.stem,
+                    tuple(Argument(a.name, tuple(a.shape), _DTYPES[a.dtype], a.written) for a in native.arguments),
+                    native,
+                )
+                for native in self._native.entry_points
+            }
+        )
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """Of the main entry point."""
+        return self.entry_points[""].arguments
+
+    def __call__(self, *arrays: npt.NDArray[Any]) -> None:
+        """Runs the main entry point (see `EntryPoint.__call__`)."""
+        self.entry_points[""](*arrays)
+
+
+@cache
+def _kernels() -> Mapping[str, HostKernel]:
+    kernels = (
+        HostKernel(k.name, k.op, k.bits, k.group, bool(k.minima), k.path, k.m, k.scratch_bytes, k)
+        for k in _emu.kernels()
+    )
+    return MappingProxyType({kernel.name: kernel for kernel in kernels})
+
+
+def names() -> list[str]:
+    """Names of all kernels, ``<op>_<activation>_<weights>_<path>_<tile>``, sorted."""
+    return sorted(_kernels())
+
+
+def get(name: str) -> HostKernel:
+    """The kernel of that name.
+
+    Raises:
+        DeviceError: There is none.
+    """
+    try:
+        return _kernels()[name]
+    except KeyError:
+        known = _kernels().values()
+        alike = sorted(k.name for k in known if name.split("_")[0] == k.op) or names()
+        raise DeviceError(f"no kernel '{name}'; there are {len(alike)} like {alike[0]} (see kernels.names())") from None
+
+
+def count(name: str, entry: str, *arrays: npt.NDArray[Any]) -> dict[str, Slots]:
+    """Runs entry point ``entry`` (``""``: the main one) of kernel ``name``; see `EntryPoint.count`."""
+    entry_points = get(name).entry_points
+    if entry not in entry_points:
+        raise DeviceError(f"{name} has no entry point '{entry}'; it has {', '.join(map(repr, entry_points))}")
+    return entry_points[entry].count(*arrays)
+
+
+@contextmanager
+def rounding_mode(mode: RoundingMode) -> Iterator[None]:
+    """The mode that this thread's emulated core is in when a kernel is called; a kernel may leave another behind."""
+    before = _emu.get_rounding()
+    _emu.set_rounding(mode)
+    try:
+        yield
+    finally:
+        _emu.set_rounding(before)
