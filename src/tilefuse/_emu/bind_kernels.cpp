@@ -55,7 +55,9 @@ std::string call(const EntryPoint& entry, const py::args& addresses) {
 }
 
 // Regions of the last call: (name, entries, {load, ldb, st, mv, vec}); the unnamed one is what is outside the others.
-using Counts = std::vector<std::tuple<std::string, unsigned long, std::tuple<unsigned long, unsigned long, unsigned long, unsigned long, unsigned long>>>;
+using Counts =
+    std::vector<std::tuple<std::string, unsigned long,
+                           std::tuple<unsigned long, unsigned long, unsigned long, unsigned long, unsigned long>>>;
 
 Counts counts() {
   Counts result;

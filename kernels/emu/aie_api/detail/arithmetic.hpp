@@ -14,8 +14,9 @@ namespace detail {
 enum class product { mul, negmul, mac, msc };
 
 template <product Op, unsigned Elems>
-inline accum<accfloat, Elems> multiply(const vector<bfloat16, Elems>& a, const vector<bfloat16, Elems>& b,
-                                       const accum<accfloat, Elems>* acc = nullptr) {
+[[gnu::noinline]] inline accum<accfloat, Elems> multiply(const vector<bfloat16, Elems>& a,
+                                                         const vector<bfloat16, Elems>& b,
+                                                         const accum<accfloat, Elems>* acc = nullptr) {
   accum<accfloat, Elems> result;
   for (unsigned i = 0; i < Elems; ++i) {
     const float p = static_cast<float>(a.data[i]) * static_cast<float>(b.data[i]);
@@ -89,7 +90,7 @@ inline E sum(E a, E b) {
 }
 
 template <bool Subtract, typename Tag, unsigned Elems>
-inline accum<Tag, Elems> sum_accums(const accum<Tag, Elems>& a, const accum<Tag, Elems>& b) {
+[[gnu::noinline]] inline accum<Tag, Elems> sum_accums(const accum<Tag, Elems>& a, const accum<Tag, Elems>& b) {
   accum<Tag, Elems> result;
   for (unsigned i = 0; i < Elems; ++i) result.data[i] = sum<Subtract>(a.data[i], b.data[i]);
   count::now().vec += div_up(Elems, 64);
@@ -98,7 +99,7 @@ inline accum<Tag, Elems> sum_accums(const accum<Tag, Elems>& a, const accum<Tag,
 
 // Integers: one instruction a register. bfloat16: widened, summed in accumulators, narrowed in the core's mode.
 template <bool Subtract, typename T, unsigned Elems>
-inline vector<T, Elems> sum_vectors(const vector<T, Elems>& a, const vector<T, Elems>& b) {
+[[gnu::noinline]] inline vector<T, Elems> sum_vectors(const vector<T, Elems>& a, const vector<T, Elems>& b) {
   if constexpr (is_one_of<T, bfloat16, float>) {
     return sum_accums<Subtract>(accum<accfloat, Elems>(a), accum<accfloat, Elems>(b)).template to_vector<T>();
   } else {

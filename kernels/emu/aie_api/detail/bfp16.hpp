@@ -57,8 +57,8 @@ inline void convert_block(const float* x, int8_t* mantissas, uint8_t* exponent) 
   *exponent = static_cast<uint8_t>(largest);
 }
 
-// 64 values, 8 blocks of 8. This and the next are out of line: a kernel has dozens of them, and inlining all would make its
-// compilation slow and its code no faster.
+// 64 values, 8 blocks of 8. This and the next are out of line: a kernel has dozens of them, and inlining all would make
+// its compilation slow and its code no faster.
 [[gnu::noinline]] inline v64bfp16ebs8 to_bfp16(const float* x) {
   std::array<int8_t, 64> mantissas;
   std::array<uint8_t, 8> exponents;
@@ -81,8 +81,8 @@ inline void from_bfp16(const v64bfp16ebs8& v, float* x) {
 
 // acc[m][n] = (Accumulate ? acc[m][n] : 0) + A[m][:] . B[n][:] for M rows of A and N of B, 8 values each.
 template <bool Accumulate, unsigned M, unsigned N>
-[[gnu::noinline]] inline void bfp16_mac(const int8_t* a, const uint8_t* a_exponents, const int8_t* b, const uint8_t* b_exponents,
-                      float* acc) {
+[[gnu::noinline]] inline void bfp16_mac(const int8_t* a, const uint8_t* a_exponents, const int8_t* b,
+                                        const uint8_t* b_exponents, float* acc) {
   // fp32 holds every partial sum: at most 8 * 128 * 128 = 2^17. k-major, so that the loop over n vectorises.
   std::array<float, 8 * N> b_by_k;
   for (unsigned n = 0; n < N; ++n)

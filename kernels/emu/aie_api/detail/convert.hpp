@@ -30,7 +30,7 @@ struct unpacked<uint8> {
 
 // Nibbles sign- or zero-extended, bytes likewise.
 template <typename To, typename T, unsigned Elems>
-inline vector<To, Elems> widen(const vector<T, Elems>& v) {
+[[gnu::noinline]] inline vector<To, Elems> widen(const vector<T, Elems>& v) {
   vector<To, Elems> result;
   if constexpr (is_nibble<T>) {
     for (unsigned i = 0; i < Elems / 2; ++i) {
@@ -78,7 +78,7 @@ template <Vector Vec>
 // mode.
 template <ElemBaseType TR = float, ElemBaseType T, unsigned Elems>
   requires(detail::is_one_of<TR, bfloat16, float> && detail::is_integer<T> && detail::type_bits_v<T> <= 16)
-[[nodiscard]] vector<TR, Elems> to_float(const vector<T, Elems>& v, int shift = 0) {
+[[nodiscard, gnu::noinline]] vector<TR, Elems> to_float(const vector<T, Elems>& v, int shift = 0) {
   const auto wide = detail::widen<int32>(v);
   accum<accfloat, Elems> exact;
   const auto unit = static_cast<float>(detail::power_of_2(-shift));

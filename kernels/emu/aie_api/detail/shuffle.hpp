@@ -23,8 +23,9 @@ inline void count_interleave(unsigned chunk) {
 // { v[0:c], w[0:c], v[c:2c], w[c:2c], ... }, in two halves.
 template <ElemBaseType T, unsigned Elems>
   requires(!detail::is_nibble<T>)
-[[nodiscard]] std::pair<vector<T, Elems>, vector<T, Elems>> interleave_zip(const vector<T, Elems>& v,
-                                                                           const vector<T, Elems>& w, unsigned chunk) {
+[[nodiscard, gnu::noinline]] std::pair<vector<T, Elems>, vector<T, Elems>> interleave_zip(const vector<T, Elems>& v,
+                                                                                          const vector<T, Elems>& w,
+                                                                                          unsigned chunk) {
   detail::count_interleave<vector<T, Elems>>(chunk);
   std::array<T, 2 * Elems> both;
   for (unsigned i = 0; i < Elems; ++i) {
@@ -41,9 +42,9 @@ template <ElemBaseType T, unsigned Elems>
 // The inverse: even chunks of v then of w, and odd chunks of v then of w.
 template <ElemBaseType T, unsigned Elems>
   requires(!detail::is_nibble<T>)
-[[nodiscard]] std::pair<vector<T, Elems>, vector<T, Elems>> interleave_unzip(const vector<T, Elems>& v,
-                                                                             const vector<T, Elems>& w,
-                                                                             unsigned chunk) {
+[[nodiscard, gnu::noinline]] std::pair<vector<T, Elems>, vector<T, Elems>> interleave_unzip(const vector<T, Elems>& v,
+                                                                                            const vector<T, Elems>& w,
+                                                                                            unsigned chunk) {
   detail::count_interleave<vector<T, Elems>>(chunk);
   std::array<T, 2 * Elems> both;
   std::copy_n(v.data.data(), Elems, both.data());
@@ -60,7 +61,7 @@ template <ElemBaseType T, unsigned Elems>
 // rows x columns, row-major, to columns x rows. One shuffle a 512-bit register of 8- or 16-bit elements.
 template <ElemBaseType T, unsigned Elems>
   requires(detail::type_bits_v<T> == 8 || detail::type_bits_v<T> == 16)
-[[nodiscard]] vector<T, Elems> transpose(const vector<T, Elems>& v, unsigned rows, unsigned columns) {
+[[nodiscard, gnu::noinline]] vector<T, Elems> transpose(const vector<T, Elems>& v, unsigned rows, unsigned columns) {
   if (rows * columns != Elems)
     detail::count::fault("transpose of %lu elements in rows of %lu: not a whole matrix", Elems, columns);
   vector<T, Elems> result;
