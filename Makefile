@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+KERNELS_ARGS ?=
 export CXX
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 
@@ -14,7 +15,7 @@ cpp := $(shell find kernels src/tilefuse/_core src/tilefuse/_emu -name '*.cpp' -
 build_inputs := pyproject.toml CMakeLists.txt $(cpp) $(shell find kernels -name CMakeLists.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test peers sanitize lint format bench wheel clean
+.PHONY: help run test peers sanitize lint format bench kernels wheel clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -41,6 +42,9 @@ format: $(VENV)/.lint ## Rewrite the sources in the project's style
 
 bench: $(VENV)/.bench ## Measure against other libraries; writes docs/benchmarks/
 	$(BIN)/python benchmarks/matmul.py $(BENCH_ARGS)
+
+kernels: $(VENV)/.installed ## Build the array's kernels with Peano into build/kernels
+	$(BIN)/python -m tilefuse.kernels_build $(KERNELS_ARGS)
 
 wheel: $(VENV)/.installed ## Build the wheel and the source distribution into dist/
 	rm -rf dist

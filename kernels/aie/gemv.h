@@ -75,9 +75,10 @@ inline void store_bf16(const float* acc, bfloat16* y) {
 }
 
 // 0x43 above a byte below 128 makes the bfloat16 128 + byte.
-inline Bf16x64 plus_128(const aie::vector<uint8, 64>& bytes) {
-  const auto [low, high] = aie::interleave_zip(bytes, aie::broadcast<uint8, 64>(0x43), 1);
-  return aie::concat(low, high).cast_to<bfloat16>();
+inline gemm::Bytes upper_bytes() { return aie::broadcast<uint8, 64>(0x43); }
+inline Bf16x64 plus_128(const gemm::Bytes& bytes, const gemm::Bytes& upper) {
+  const auto [first, second] = aie::interleave_zip(bytes, upper, 1);
+  return aie::concat(first, second).cast_to<bfloat16>();
 }
 
 // acc += scale * (dots - zero * sum of x) for the 64 outputs of one group, or scale * dots + minimum * sum of x.
@@ -93,11 +94,11 @@ inline void apply_group(const uint8_t* w, unsigned group, Sums64 dots, const bfl
       dots = mac(dots, aie::broadcast<bfloat16, 64>(bfloat16(static_cast<float>(Offset))), x_sum);
     sums = mac(sums, minimum, x_sum);
   } else {
-    const aie::vector<uint8, 64> zeros = aie::load_v<64>(w + Tile::zero_offset + group * kNt);
+    const gemm::Bytes zeros = aie::load_v<64>(w + Tile::zero_offset + group * kNt);
     if constexpr (Offset == 128)
       dots = msc(dots, aie::to_float<bfloat16>(aie::add(zeros.cast_to<int8>(), int8(-128))), x_sum);
     else if constexpr (Offset == -128)
-      dots = msc(dots, plus_128(zeros), x_sum);
+      dots = msc(dots, plus_128(zeros, upper_bytes()), x_sum);
     else
       dots = msc(dots, aie::to_float<bfloat16>(zeros), x_sum);
   }
@@ -330,16 +331,16 @@ struct Elementwise {
   static void multiply(const uint8_t* scratch, const uint8_t* w, float* acc) {
     const auto* rows = reinterpret_cast<const bfloat16*>(scratch);
     const auto* x_sums = reinterpret_cast<const bfloat16*>(scratch + kSpreadBytes);
+    const auto block = [w, upper = upper_bytes()](unsigned k_block, unsigned n_block) {
+      const uint8_t* codes = w + Tile::block_offset(k_block, n_block);
+      if constexpr (Bits == 4)
+        return plus_128(aie::unpack(aie::load_v<64>(reinterpret_cast<const uint4*>(codes))), upper);
+      else
+        return aie::to_float<bfloat16>(aie::load_v<64>(codes));
+    };
     TF_LOOP_RANGE(1, 4)
     TF_LOOP_NO_UNROLL
     for (unsigned group = 0; group < Tile::groups; ++group) {
-      const auto block = [w](unsigned k_block, unsigned n_block) {
-        const uint8_t* codes = w + Tile::block_offset(k_block, n_block);
-        if constexpr (Bits == 4)
-          return plus_128(aie::unpack(aie::load_v<64>(reinterpret_cast<const uint4*>(codes))));
-        else
-          return aie::to_float<bfloat16>(aie::load_v<64>(codes));
-      };
       const Sums64 dots = dot_blocks<Tile::k_blocks_per_group>(rows, group * Tile::k_blocks_per_group, block);
       TF_REGION(scale);
       apply_group<Tile, Minima, offset>(w, group, dots, x_sums, acc);

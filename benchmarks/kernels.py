@@ -1,0 +1,300 @@
+"""What each AIE2P kernel issues and what that comes to in cycles: modelled, from the host build's counts.
+
+    python benchmarks/kernels.py                      # writes docs/benchmarks/kernels.md
+    python benchmarks/kernels.py --print              # prints it
+
+Method. The kernels run on this machine, from the sources that the device compiler takes (`tilefuse.emulator.kernels`),
+and count the instructions of each issue slot. A region of a kernel - a loop, or the straight code after it - takes as
+many cycles as its busiest slot has instructions, and a fill of the pipeline each time it is entered; a kernel is the
+sum of its regions. That is what a perfect schedule takes: the compiler may spill, stall or fail to overlap. Nothing is
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from tilefuse.emulator import kernels
+from tilefuse.emulator.kernels import HostKernel, Slots
+from tilefuse.layout import KT, NT, Layout, ZeroKind
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = ROOT / "docs" / "benchmarks" / "kernels.md"
+
+ROWS = 64
+"""Rows of activations that a GEMM multiplies a tile of weights with; smaller bands repeat."""
+
+WEIGHTS = KT * NT
+MACS = ROWS * WEIGHTS
+
+STREAM_BYTES = 4
+"""Bytes a cycle that one stream brings to a core."""
+
+BF16_MMUL_MV, BF16_MMUL_MACS = 42, 512
+"""Shuffles and broadcasts, and products, of the device library's bfloat16 8x8x8 without bfp16; MV bounds it."""
+
+PUBLISHED_GEMM = 80.0
+"""MAC/cycle/core of the published fused bfp16 kernel."""
+PUBLISHED_GEMV = 3.7
+"""Weights/cycle/core of the published 4-bit projection kernel (512 weights in 140 bundles)."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A call of an entry point, all regions together."""
+
+    cycles: int
+    slots: Slots
+    busiest: str
+    """The slot that bounds the region that takes longest."""
+
+
+def add(regions: Iterable[Slots]) -> Slots:
+    """Instructions of several regions."""
+    total = Slots()
+    for r in regions:
+        entries = total.entries + r.entries
+        total = Slots(
+            total.load + r.load, total.ldb + r.ldb, total.st + r.st, total.mv + r.mv, total.vec + r.vec, entries
+        )
+    return total
+
+
+def busiest_slot(slots: Slots) -> str:
+    """Name of the unit that bounds ``slots``."""
+    needs = {
+        "VEC": slots.vec,
+        "MV": slots.mv,
+        "ST": slots.st,
+        "LDB": slots.ldb,
+        "loads": -(-(slots.load + slots.ldb) // 2),
+    }
+    return max(needs, key=lambda name: needs[name])
+
+
+@cache
+def cost(name: str, stem: str = "") -> Cost:
+    """What a call issues, on random codes, scales and zero points (a kernel may skip what equal zero points allow)."""
+    rng = np.random.default_rng(0)
+    entry = kernels.get(name).entry_points[stem]
+    arrays = []
+    for argument in entry.arguments:
+        values = rng.integers(0, 16, argument.shape) if argument.dtype == np.uint8 else rng.normal(size=argument.shape)
+        arrays.append(argument.copy_of(values))
+    regions = entry.count(*arrays)
+    longest = max(regions.values(), key=lambda slots: slots.cycles)
+    return Cost(sum(slots.cycles for slots in regions.values()), add(regions.values()), busiest_slot(longest))
+
+
+def tile_bytes(kernel: HostKernel) -> int:
+    """Bytes of a tile of the kernel's weights."""
+    if kernel.bits == 16:
+        return 2 * WEIGHTS
+    zero = ZeroKind.M16 if kernel.minima else ZeroKind.Z8
+    return Layout(k=KT, n=NT, bits=kernel.bits, group=kernel.group, zero=zero).tile_bytes
+
+
+def l1_bytes(kernel: HostKernel) -> int:
+    """Bytes of a core's memory that the kernel's buffers take, those of the streams twice."""
+    tile = 2 * tile_bytes(kernel) + kernel.scratch_bytes
+    if kernel.op == "gemv":
+        return tile + 2 * KT * 2 + NT * 4 + 2 * NT * 4 + 2 * NT * 2  # x, acc, the row above's sums, y
+    # The accumulator is 64 rows whatever the band; results leave in chunks of 8 rows.
+    return tile + 2 * kernel.m * KT * 2 + ROWS * NT * 4 + 2 * 8 * NT * 2
+
+
+def gemm_cycles(kernel: HostKernel) -> int:
+    """Cycles of a tile of weights by `ROWS` rows, preparation included."""
+    return cost(kernel.name, "prepare").cycles + ROWS // kernel.m * cost(kernel.name).cycles
+
+
+def all_kernels(op: str) -> list[HostKernel]:
+    """The kernels of an operation, quantised ones first, by path, bits and group."""
+    listed = [kernel for name in kernels.names() if (kernel := kernels.get(name)).op == op]
+    return sorted(listed, key=lambda k: (k.bits == 16, k.path, k.bits, k.group, k.minima, k.m))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, the first column to the left, the others to the right."""
+    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def slots_text(slots: Slots) -> list[str]:
+    """Loads, unpacks, stores, moves, multiplications."""
+    return [str(n) for n in (slots.load, slots.ldb, slots.st, slots.mv, slots.vec)]
+
+
+SLOT_NAMES = ["loads", "LDB", "ST", "MV", "VEC"]
+
+
+def gemv_table() -> str:
+    """A row for each GEMV kernel."""
+    rows = []
+    for k in all_kernels("gemv"):
+        multiply, prepare = cost(k.name), cost(k.name, "prepare")
+        rows.append(
+            [
+                f"`{k.name}`",
+                *slots_text(multiply.slots),
+                str(multiply.cycles),
+                multiply.busiest,
+                f"{WEIGHTS / multiply.cycles:.1f}",
+                str(prepare.cycles),
+                f"{WEIGHTS / (multiply.cycles + prepare.cycles):.1f}",
+                f"{WEIGHTS / (tile_bytes(k) / STREAM_BYTES):.1f}",
+                f"{l1_bytes(k) / 1024:.1f}",
+            ]
+        )
+    header = "cycles, bound by, weights/cycle, prepare, with prepare, stream, L1 KiB"
+    return table(["kernel", *SLOT_NAMES, *header.split(", ")], rows)
+
+
+def gemm_table() -> str:
+    """A row for each GEMM kernel."""
+    rows = []
+    for k in all_kernels("gemm"):
+        multiply, prepare = cost(k.name), cost(k.name, "prepare")
+        rows.append(
+            [
+                f"`{k.name}`",
+                *slots_text(multiply.slots),
+                str(multiply.cycles),
+                multiply.busiest,
+                f"{MACS * k.m / ROWS / multiply.cycles:.0f}",
+                str(prepare.cycles),
+                prepare.busiest,
+                f"{MACS / gemm_cycles(k):.0f}",
+                f"{l1_bytes(k) / 1024:.1f}",
+            ]
+        )
+    header = "cycles, bound by, MAC/cycle, prepare, bound by, with prepare, L1 KiB"
+    return table(["kernel", *SLOT_NAMES, *header.split(", ")], rows)
+
+
+def gemv_ladder(bits: int, group: int) -> str:
+    """Step by step from one weight at a time to the default path."""
+    w = f"w{bits}g{group}"
+    dequantise = cost(f"gemm_bf16_{w}_emulated_64x128x64", "prepare").cycles
+    dense = cost("gemv_bf16_bf16_elementwise_128x64").cycles
+    fused = cost(f"gemv_bf16_{w}_elementwise_128x64").cycles
+    mantissa = cost(f"gemv_bf16_{w}_mantissa_128x64").cycles
+    scalar = (5 if bits == 4 else 3) * WEIGHTS
+    steps = [
+        ("scalar", "one weight at a time (counted by hand, a lower bound)", scalar),
+        ("vector unpack", "the tile dequantised to bfloat16 in memory, then the bfloat16 GEMV", dequantise + dense),
+        ("fused", "unpacked and multiplied in one loop, scale and zero point folded per group", fused),
+        ("mantissa", "codes as bfp16 mantissas, x in four rows", mantissa),
+    ]
+    return ladder(steps, "weights/cycle", WEIGHTS, PUBLISHED_GEMV)
+
+
+def gemm_ladder(bits: int, group: int) -> str:
+    """The same for GEMM, on tiles of 64x128x64."""
+    w = f"w{bits}g{group}"
+    fused = kernels.get(f"gemm_bf16_{w}_emulated_64x128x64")
+    prepare = cost(fused.name, "prepare").cycles
+    scalar = 2 * MACS + (5 if bits == 4 else 3) * WEIGHTS
+    unpacked = prepare + BF16_MMUL_MV * MACS // BF16_MMUL_MACS
+    steps = [
+        ("scalar", "one product at a time (counted by hand, a lower bound)", scalar),
+        ("vector unpack", "bfloat16 8x8x8 multiplications without bfp16", unpacked),
+        ("fused", "both operands converted to bfp16 by every multiplication", gemm_cycles(fused)),
+        ("fused-bfp16", "weights dequantised to bfp16 once a tile", gemm_cycles(kernels.get(bfp16_name(w)))),
+        ("mantissa", "codes as bfp16 mantissas, scales on the sums", gemm_cycles(kernels.get(mantissa_name(w)))),
+    ]
+    return ladder(steps, "MAC/cycle", MACS, PUBLISHED_GEMM)
+
+
+def bfp16_name(weights: str) -> str:
+    """Of the GEMM kernel of path (b)."""
+    return f"gemm_bf16_{weights}_bfp16_64x128x64"
+
+
+def mantissa_name(weights: str) -> str:
+    """Of the GEMM kernel of path (c)."""
+    return f"gemm_bf16_{weights}_mantissa_64x128x64"
+
+
+def ladder(steps: Sequence[tuple[str, str, int]], unit: str, work: int, published: float) -> str:
+    """A table of steps, each against the one above and the published figure."""
+    rows, before = [], 0
+    for name, what, cycles in steps:
+        gain = f"{before / cycles:.1f}x" if before else ""
+        per_cycle = work / cycles
+        rows.append([f"{name}: {what}", str(cycles), f"{per_cycle:.3g}", gain, f"{per_cycle / published:.2g}x"])
+        before = cycles
+    return table(["step", "cycles a tile", unit, "over the step above", f"over the published {published:g}"], rows)
+
+
+def paragraph(text: str) -> str:
+    """The words of ``text``, in lines as long as the sources'."""
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def document() -> str:
+    """The page."""
+    parts = [
+        "# Kernels: instructions and cycles, modelled",
+        paragraph("""Written by `python benchmarks/kernels.py`. **Every figure here is modelled**: counted on the host
+        build, none is measured. [kernels.md](../kernels.md) says what the kernels do and how to read the figures."""),
+        paragraph(f"""A tile of weights is {KT} input by {NT} output channels: {WEIGHTS} weights, {MACS} products with
+        {ROWS} rows. A region takes what its busiest slot needs, and {kernels.PIPELINE_FILL} cycles to fill the pipeline
+        each time that it is entered. *loads* go to either load unit, two a cycle; *LDB* are unpacks, on one of the two.
+        *With prepare*: `prepare` in every call, as when x (GEMV) or the weights (GEMM) come anew for each tile."""),
+        "## GEMV: the ladder",
+    ]
+    for bits in (4, 8):
+        parts += [f"{bits}-bit weights, groups of 128, x already prepared:", gemv_ladder(bits, 128)]
+    parts += [
+        paragraph("""Scalar: with one scalar unit, at least a shift and a mask (4 bits), a conversion, a product and a
+        sum a weight. The published figure is 512 4-bit weights in 140 instruction bundles. A stream brings 8 codes of 4
+        bits a cycle, so one stream a core, or two, are slower than the mantissa path: what is gained is head-room for
+        `prepare`, for small groups and for schedules that are not perfect."""),
+        "## GEMV: each kernel",
+        "*stream*: weights a cycle that one stream of 4 bytes a cycle brings, scales and zero points included.",
+        gemv_table(),
+        "## GEMM: the ladder",
+    ]
+    for bits in (4, 8):
+        title = f"{bits}-bit weights, groups of 128, a {ROWS}x{KT}x{NT} tile, preparation included:"
+        parts += [title, gemm_ladder(bits, 128)]
+    parts += [
+        paragraph(f"""Vector unpack: the device library's bfloat16 8x8x8 without bfp16 takes {BF16_MMUL_MV} shuffles and
+        broadcasts for {BF16_MMUL_MACS} products (its slot table, no kernel of ours). The published figure is that of
+        the fused bfp16 reference kernel."""),
+        "## GEMM: each kernel",
+        paragraph("""Slots and cycles are those of one band of the kernel's own rows. L1 has two bands of activations; a
+        core's 64 KiB also hold its stack, so a band of 64 rows needs activations that are not double-buffered."""),
+        gemm_table(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--print", action="store_true", dest="to_stdout", help="print the page instead of writing it")
+    options = parser.parse_args(arguments)
+    if options.to_stdout:
+        print(document())
+        return 0
+    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
+    partial = OUTPUT.with_suffix(".partial")
+    partial.write_text(document(), encoding="utf-8")
+    os.replace(partial, OUTPUT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Builds the AIE2P kernel objects with Peano (llvm-aie) and reports what each takes: ``make kernels``.
+
+    python -m tilefuse.kernels_build --output build/kernels [--only TEXT]
+
+The configurations are those of the host build (`tilefuse.emulator.kernels`): what is tested on this machine is what is
+compiled for the array. Exit code: 0; 1 when a kernel does not compile or does not fit; 2 when Peano or the aie_api
+headers are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.resources
+import importlib.util
+import os
+import shlex
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilefuse.errors import TileFuseError
+
+if TYPE_CHECKING:
+    from tilefuse.emulator.kernels import HostKernel
+
+PROGRAM_BYTES = 16 * 1024
+"""Program memory of a core. The linker script of the array's tools declares more, so nothing else checks it."""
+
+STACK_BYTES = 1024
+"""Stack that a core gets unless its design asks for more."""
+
+FLAGS = (
+    "-O2",
+    "-std=c++20",
+    "--target=aie2p-none-unknown-elf",
+    "-Wno-parentheses",
+    "-Wno-attributes",
+    "-Wno-macro-redefined",
+    "-Wno-empty-body",
+    "-Wno-missing-template-arg-list-after-template-kw",
+    "-DNDEBUG",
+    "-D__AIE_API_AIE_ADF_HPP__",
+)
+"""What mlir-aie compiles kernels with."""
+
+OUR_FLAGS = ("-DAIE_API_EMULATE_BFLOAT16_MMUL_WITH_BFP16=1", "-fstack-usage", "-c")
+
+PEANO_WHEEL = (
+    "llvm-aie==21.0.0.2026080301+c9c5ecb7 -f https://github.com/Xilinx/llvm-aie/releases/expanded_assets/nightly"
+)
+MLIR_AIE_WHEEL = "mlir_aie -f https://github.com/Xilinx/mlir-aie/releases/expanded_assets/latest-wheels-4"
+
+
+class ToolchainError(TileFuseError, RuntimeError):
+    """Peano or the aie_api headers are not installed."""
+
+
+class KernelBuildError(TileFuseError, RuntimeError):
+    """A kernel does not compile, or its object does not fit a core."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One kernel object: a source and the values of its configuration macros (kernels/aie/config.h).
+
+    Attributes:
+        name: Name of the main entry point, and of the object file.
+        source: File name in kernels/aie.
+        macros: Macro -> value.
+    """
+
+    name: str
+    source: str
+    macros: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a built object takes.
+
+    Attributes:
+        name: The configuration's name.
+        text: Bytes of instructions, all entry points together.
+        stack: Bytes of the deepest frame of any function in it, or None where the compiler did not say.
+    """
+
+    name: str
+    text: int
+    stack: int | None
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Where the compiler and the headers are."""
+
+    compiler: Path
+    include: Path
+
+
+def configurations() -> list[Configuration]:
+    """All kernel objects: one for each kernel of the host build."""
+    from tilefuse.emulator import kernels
+
+    return [_configuration(kernels.get(name)) for name in kernels.names()]
+
+
+def _configuration(kernel: HostKernel) -> Configuration:
+    weights = "" if kernel.bits == 16 else f"_w{kernel.bits}"
+    macros = {"TF_PATH": f"TF_PATH_{kernel.path.upper()}", "TF_MINIMA": str(int(kernel.minima))}
+    if kernel.bits != 16:
+        macros["TF_GROUP"] = str(kernel.group)
+    if kernel.op == "gemm":
+        macros["TF_M"] = str(kernel.m)
+    return Configuration(kernel.name, f"{kernel.op}_bf16{weights}.cc", macros)
+
+
+def find_toolchain() -> Toolchain:
+    """Peano in PEANO_INSTALL_DIR or the installed llvm-aie; the headers in MLIR_AIE_DIR or the installed mlir_aie.
+
+    Raises:
+        ToolchainError: One of them is missing; the message names the command that installs it.
+    """
+    where = os.environ.get("PEANO_INSTALL_DIR")
+    candidates = [Path(where)] if where else [Path(entry) / "llvm-aie" for entry in sys.path if entry]
+    compiler = next((path for root in candidates if (path := root / "bin" / "clang++").is_file()), None)
+    if compiler is None:
+        place = f"PEANO_INSTALL_DIR={where} has no bin/clang++" if where else "llvm-aie is not installed"
+        raise ToolchainError(f"no Peano, the AIE2P compiler ({place}): {_pip_install(PEANO_WHEEL)}")
+    root = os.environ.get("MLIR_AIE_DIR")
+    if not root and importlib.util.find_spec("aie") is not None:
+        root = importlib.import_module("aie.utils.config").root_path()
+    if not root:
+        raise ToolchainError(f"no aie_api headers, which mlir_aie brings: {_pip_install(MLIR_AIE_WHEEL)}")
+    include = Path(root) / "include"
+    if not (include / "aie_api" / "aie.hpp").is_file():
+        raise ToolchainError(f"no aie_api/aie.hpp in {include}: {_pip_install(MLIR_AIE_WHEEL)}")
+    return Toolchain(compiler, include)
+
+
+def _pip_install(wheel: str) -> str:
+    return f"install it with `{sys.executable} -m pip install {wheel}`"
+
+
+def compile_command(tools: Toolchain, sources: Path, configuration: Configuration, output: Path) -> list[str]:
+    """The command that compiles one configuration to ``output``."""
+    macros = [f"-D{name}={value}" for name, value in configuration.macros.items()]
+    includes = ["-I", str(sources), "-I", str(tools.include)]
+    source = str(sources / configuration.source)
+    return [str(tools.compiler), *FLAGS, *includes, *OUR_FLAGS, *macros, source, "-o", str(output)]
+
+
+def build(tools: Toolchain, configuration: Configuration, output: Path) -> Size:
+    """Compiles one configuration into the directory ``output``, under its own name.
+
+    Raises:
+        KernelBuildError: The compiler fails, or the object is larger than a core's program memory.
+    """
+    sources = Path(str(importlib.resources.files("tilefuse.kernels.aie")))
+    made = output / f"{configuration.name}.o"
+    partial = output / f"{configuration.name}.partial.o"
+    command = compile_command(tools, sources, configuration, partial)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise KernelBuildError(f"{configuration.name} does not compile:\n{shlex.join(command)}\n{done.stderr.rstrip()}")
+    text = text_bytes(partial.read_bytes())
+    usage = partial.with_suffix(".su")
+    stack = stack_bytes(usage.read_text()) if usage.is_file() else None
+    usage.unlink(missing_ok=True)
+    if text > PROGRAM_BYTES:
+        partial.unlink()
+        raise KernelBuildError(
+            f"{configuration.name}: {text} bytes of instructions, and a core holds {PROGRAM_BYTES}; "
+            "take a smaller TF_M or keep its loops rolled"
+        )
+    partial.replace(made)
+    return Size(configuration.name, text, stack)
+
+
+def stack_bytes(usage: str) -> int | None:
+    """The largest frame that a compiler's stack usage file states: lines of place, bytes and kind, tabs between."""
+    frames = [int(line.split("\t")[1]) for line in usage.splitlines() if line.count("\t") >= 2]
+    return max(frames, default=None)
+
+
+def text_bytes(elf: bytes) -> int:
+    """Bytes of the executable sections of an ELF object.
+
+    Raises:
+        KernelBuildError: It is no little-endian ELF object.
+    """
+    if len(elf) < 52 or elf[:4] != b"\x7fELF" or elf[5] != 1:
+        raise KernelBuildError("the compiler did not make a little-endian ELF object")
+    wide = elf[4] == 2
+    (table,) = struct.unpack_from("<Q" if wide else "<I", elf, 40 if wide else 32)
+    entry, count = struct.unpack_from("<HH", elf, 58 if wide else 46)
+    total = 0
+    for header in range(table, table + entry * count, entry):
+        if wide:
+            (flags,) = struct.unpack_from("<Q", elf, header + 8)
+            (size,) = struct.unpack_from("<Q", elf, header + 32)
+        else:
+            (flags,) = struct.unpack_from("<I", elf, header + 8)
+            (size,) = struct.unpack_from("<I", elf, header + 20)
+        if flags & 4:  # SHF_EXECINSTR
+            total += size
+    return total
+
+
+def report(sizes: Iterable[Size]) -> str:
+    """The sizes as a table; a frame deeper than the default stack is marked."""
+    lines = [f"{'kernel':<44} {'text':>6} {'stack':>6}"]
+    for size in sizes:
+        stack = "?" if size.stack is None else str(size.stack)
+        deep = size.stack is not None and size.stack > STACK_BYTES
+        note = f"  more than the default {STACK_BYTES}: set the worker's stack_size" if deep else ""
+        lines.append(f"{size.name:<44} {size.text:>6} {stack:>6}{note}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tilefuse.kernels_build", description="Builds the AIE2P kernels.")
+    parser.add_argument("--output", type=Path, default=Path("build/kernels"), help="where the objects go")
+    parser.add_argument("--only", default="", help="build the kernels whose name contains this")
+    options = parser.parse_args(arguments)
+    try:
+        tools = find_toolchain()
+    except ToolchainError as error:
+        print(f"tilefuse: {error}", file=sys.stderr)
+        return 2
+    chosen = [configuration for configuration in configurations() if options.only in configuration.name]
+    if not chosen:
+        print(f"tilefuse: no kernel's name contains {options.only!r}", file=sys.stderr)
+        return 1
+    options.output.mkdir(parents=True, exist_ok=True)
+    sizes, failures = [], []
+    for configuration in chosen:
+        try:
+            sizes.append(build(tools, configuration, options.output))
+        except KernelBuildError as error:
+            failures.append(str(error))
+    print(report(sizes))
+    for failure in failures:
+        print(f"tilefuse: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
