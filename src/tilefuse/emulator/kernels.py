@@ -273,6 +273,11 @@ def count(name: str, entry: str, *arrays: npt.NDArray[Any]) -> dict[str, Slots]:
     return entry_points[entry].count(*arrays)
 
 
+def current_rounding_mode() -> RoundingMode:
+    """The mode that this thread's emulated core is in."""
+    return RoundingMode(_emu.get_rounding())
+
+
 @contextmanager
 def rounding_mode(mode: RoundingMode) -> Iterator[None]:
     """The mode that this thread's emulated core is in when a kernel is called; a kernel may leave another behind."""

@@ -1,0 +1,163 @@
+"""`tilefuse.emulator.kernels`: names, argument specifications, what the door refuses, counting.
+
+What the kernels compute is in test_kernels_gemm.py and test_kernels_gemv.py.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tilefuse.emulator import kernels
+from tilefuse.emulator.kernels import RoundingMode, Slots
+from tilefuse.errors import DeviceError, DtypeError, LayoutError, ShapeError
+
+NAME = re.compile(r"gem[mv]_bf16_(bf16|w[48]g(32|64|128)m?)_(emulated|bfp16|mantissa|elementwise)_((64|32|16)x)?128x64")
+GEMM = "gemm_bf16_w4g128_mantissa_64x128x64"
+GEMV = "gemv_bf16_w8g64m_mantissa_128x64"
+
+
+def test_names_follow_the_grammar_and_say_what_the_kernel_is() -> None:
+    names = kernels.names()
+    assert names == sorted(set(names))
+    for name in names:
+        match = NAME.fullmatch(name)
+        assert match, name
+        weights, group, path, _, m = match.groups()
+        kernel = kernels.get(name)
+        assert (kernel.name, kernel.op, kernel.path) == (name, name[:4], path)
+        assert kernel.m == (int(m) if m else 1)
+        assert kernel.group == (int(group) if group else 0)
+        assert kernel.bits == (16 if weights == "bf16" else int(weights[1]))
+        assert kernel.minima == weights.endswith("m")
+
+
+def test_every_scheme_is_there() -> None:
+    """Bits x group x zero kind for both operations, and the unquantised baselines."""
+    have = {(k.op, k.bits, k.group, k.minima) for k in map(kernels.get, kernels.names())}
+    schemes = {(bits, group, minima) for bits in (4, 8) for group in (32, 64, 128) for minima in (False, True)}
+    assert have == {(op, *scheme) for op in ("gemm", "gemv") for scheme in schemes | {(16, 0, False)}}
+
+
+def test_arguments_of_a_gemm() -> None:
+    kernel = kernels.get(GEMM)
+    entries = {
+        stem: [(a.name, a.shape, a.dtype.name, a.written) for a in entry.arguments]
+        for stem, entry in kernel.entry_points.items()
+    }
+    a = ("a", (8, 16, 8, 8), "bfloat16", False)
+    w = ("w", (4288,), "uint8", False)  # 4096 of codes, 128 of scales, 64 of zero points
+    acc_shape = (8, 8, 8, 8)
+    size = (kernel.scratch_bytes,)
+    assert entries == {
+        "": [a, w, ("scratch", size, "uint8", False), ("acc", acc_shape, "float32", True)],
+        "zero": [("acc", acc_shape, "float32", True)],
+        "prepare": [w, ("scratch", size, "uint8", True)],
+        "store_bf16": [("acc", acc_shape, "float32", False), ("c", acc_shape, "bfloat16", True)],
+        "store_f32": [("acc", acc_shape, "float32", False), ("c", acc_shape, "float32", True)],
+    }
+    assert kernel.entry_points["zero"].name == f"{GEMM}_zero"
+    assert kernel.entry_points[""].name == GEMM
+
+
+@pytest.mark.parametrize("name", kernels.names())
+def test_zero_and_store(name: str, rng: np.random.Generator) -> None:
+    """The entry points whose result needs no model: zero, and narrowing to nearest even."""
+    entries = kernels.get(name).entry_points
+    acc = entries["zero"].arguments[0].copy_of(rng.standard_normal(entries["zero"].arguments[0].shape))
+    expected = acc.astype(ml_dtypes.bfloat16)
+    out = entries["store_bf16"].arguments[1].empty()
+    entries["store_bf16"](acc, out)
+    np.testing.assert_array_equal(out, expected)
+    entries["zero"](acc)
+    assert not acc.any()
+
+
+def test_door_refuses_with_the_argument_and_the_remedy() -> None:
+    kernel = kernels.get(GEMV)
+    good = [argument.empty() for argument in kernel.arguments]
+    x_scratch, w, acc = good
+    with pytest.raises(ShapeError, match=r"2 arrays; the kernel takes 3: x_scratch, w, acc"):
+        kernel(x_scratch, w)
+    with pytest.raises(ShapeError, match=r"acc has shape \[8, 8\]; the kernel takes \[64\]"):
+        kernel(x_scratch, w, acc.reshape(8, 8))
+    with pytest.raises(DtypeError, match="acc has dtype float64; the kernel takes float32"):
+        kernel(x_scratch, w, acc.astype(np.float64))
+    with pytest.raises(DtypeError, match="acc is a list"):
+        kernel(x_scratch, w, acc.tolist())
+    twice = np.zeros(128, np.float32)
+    with pytest.raises(LayoutError, match="acc is not C-contiguous"):
+        kernel(x_scratch, w, twice[::2])
+    raw = np.zeros(256 + 128, np.uint8)
+    start = -raw.ctypes.data % 64 + 4
+    with pytest.raises(LayoutError, match=r"acc starts 4 bytes past a multiple of 64.*Argument.empty"):
+        kernel(x_scratch, w, raw[start : start + 256].view(np.float32))
+    acc.flags.writeable = False
+    with pytest.raises(LayoutError, match="acc is read-only"):
+        kernel(x_scratch, w, acc)
+    store = kernels.get(GEMV).entry_points["add"]
+    both = store.arguments[0].empty()
+    with pytest.raises(LayoutError, match="acc, which the kernel writes, shares memory with partial"):
+        store(both, both)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(DeviceError, match="no kernel 'gemv_bf16_w3'"):
+        kernels.get("gemv_bf16_w3")
+    with pytest.raises(DeviceError, match=r"no entry point 'sum'; it has '', 'zero'"):
+        kernels.count(GEMV, "sum")
+
+
+def test_fault_of_the_core_is_an_error_and_leaves_no_trace() -> None:
+    """Addresses that the caller vouches for, wrongly: the vector accesses themselves find it."""
+    entry = kernels.get(GEMM).entry_points["zero"]
+    nbytes = entry.arguments[0].nbytes
+    memory = np.zeros(nbytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64
+    with pytest.raises(DeviceError, match=r"zero: vector access at address \.\.\..*needs an alignment of 64 bytes"):
+        entry.call_addresses(memory.ctypes.data + start + 16)
+    entry.call_addresses(memory.ctypes.data + start)
+
+
+def test_counts_are_of_one_call() -> None:
+    """64 x 64 fp32 sums are 256 registers: so many stores, one register of zeros, nothing else."""
+    acc = kernels.get(GEMM).entry_points["zero"].arguments[0].empty()
+    for _ in range(2):
+        regions = kernels.count(GEMM, "zero", acc)
+        assert sum(r.st for r in regions.values()) == 256
+        assert sum(r.mv for r in regions.values()) == 1
+        assert sum(r.load + r.ldb + r.vec for r in regions.values()) == 0
+
+
+def test_cycles_of_slots() -> None:
+    """Two loads a cycle, unpacks on one of the two units, one of everything else."""
+    assert Slots(load=7, ldb=2, st=1, mv=3, vec=4).bound == 5
+    assert Slots(load=1, ldb=6).bound == 6
+    assert Slots(vec=9, mv=3).bound == 9
+    assert Slots(vec=9, entries=3).cycles == 9 + 3 * kernels.PIPELINE_FILL
+
+
+def test_rounding_mode_belongs_to_the_thread_and_is_given_back() -> None:
+    """A new thread is a core that has just powered up; a kernel leaves the mode that it set."""
+    seen = []
+
+    def look() -> None:
+        seen.append(kernels.current_rounding_mode())
+        with kernels.rounding_mode(RoundingMode.CEIL):
+            seen.append(kernels.current_rounding_mode())
+            zero = kernels.get(GEMM).entry_points["zero"]
+            zero(zero.arguments[0].empty())
+            seen.append(kernels.current_rounding_mode())
+        seen.append(kernels.current_rounding_mode())
+
+    with kernels.rounding_mode(RoundingMode.SYMMETRIC_INF):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        seen.append(kernels.current_rounding_mode())
+    expected = ["FLOOR", "CEIL", "CONV_EVEN", "FLOOR", "SYMMETRIC_INF"]
+    assert [mode.name for mode in seen] == expected
