@@ -1,15 +1,14 @@
 // GEMV with 8-bit weights: a packed tile of 128 input x 64 output channels a call, fp32 sums in the caller's acc.
 //
-// TF_PATH_MANTISSA is the default; TF_PATH_ELEMENTWISE is the rung of the ladder below it. docs/kernels.md derives the
-// error bound of both: |acc - exact| <= (2^-27 + (k + 16) 2^-24) x the mass of the products, k additions deep.
+// TF_PATH_MANTISSA is the path to use; TF_PATH_ELEMENTWISE is the rung of the ladder below it. docs/kernels.md derives
+// the error bound that both are held to.
 //
-// L1, group 128: tile 4288 B x 2, scratch 1536 B, x 256 B x 2, acc 256 B, partial 256 B x 2, y 128 B x 2: 11.4 KiB
-// of 64. Cycles of the mantissa path, a tile of 8192 weights, group 128 (benchmarks/kernels.py counts them):
-//   each k block: 4 loads, 4 unpacks (load unit B), a FIFO pop (2 loads), 4 multiplications: 5 cycles, load-bound; 16
-//   of them each group: 8 additions to fold rows, 3 multiplications for the zero point, 3 for the scale; 7 conversions
-//   and 4 stores
-// The stream that feeds a core brings 8 codes a cycle and channel, a tile in 1072 cycles: the core waits for its
-// weights.
+// L1, groups of 128: tile 2 x 8384 B, scratch 1536 B, x 2 x 256 B, acc 256 B, the row above's sums 2 x 256 B, y 2 x 128
+// B: 19.4 KiB of 64. Cycles of the mantissa path for a tile of 8192 weights, groups of 128 (modelled;
+// benchmarks/kernels.py counts them):
+//   each k block: 8 loads, a FIFO pop (2 loads), 8 additions of -128 (MV), 4 multiplications: 8 cycles, MV-bound
+//   each group: 8 additions to add rows, 3 multiplications for the zero point, 3 for the scale, 4 to split: VEC 18
+// A stream brings 4 codes a cycle, a tile in 2096 cycles: the core waits for its weights.
 #include <aie_api/aie.hpp>
 
 #include "config.h"
