@@ -28,7 +28,7 @@ using Bf16x64 = aie::vector<bfloat16, 64>;
 struct Bf16Digits {
   Bf16x64 high, middle, low;
 };
-inline Bf16Digits split(const Sums64& value) {
+TF_INLINE Bf16Digits split(const Sums64& value) {
   Bf16Digits digits;
   digits.high = value.to_vector<bfloat16>();
   const Sums64 below = aie::sub(value, Sums64(digits.high));
@@ -36,47 +36,47 @@ inline Bf16Digits split(const Sums64& value) {
   digits.low = aie::sub(below, Sums64(digits.middle)).to_vector<bfloat16>();
   return digits;
 }
-inline void store_digits(bfloat16* p, const Bf16Digits& digits) {
+TF_INLINE void store_digits(bfloat16* p, const Bf16Digits& digits) {
   aie::store_v(p, digits.high);
   aie::store_v(p + 64, digits.middle);
   aie::store_v(p + 128, digits.low);
 }
-inline Bf16Digits load_digits(const bfloat16* p) {
+TF_INLINE Bf16Digits load_digits(const bfloat16* p) {
   return {aie::load_v<64>(p), aie::load_v<64>(p + 64), aie::load_v<64>(p + 128)};
 }
 // Smallest first: what the large product would round away is there when it comes.
-inline Sums64 mac(const Sums64& sums, const Bf16x64& factor, const Bf16Digits& digits) {
+TF_INLINE Sums64 mac(const Sums64& sums, const Bf16x64& factor, const Bf16Digits& digits) {
   Sums64 result = aie::mac(sums, factor, digits.low);
   result = aie::mac(result, factor, digits.middle);
   return aie::mac(result, factor, digits.high);
 }
-inline Sums64 msc(const Sums64& sums, const Bf16x64& factor, const Bf16Digits& digits) {
+TF_INLINE Sums64 msc(const Sums64& sums, const Bf16x64& factor, const Bf16Digits& digits) {
   Sums64 result = aie::msc(sums, factor, digits.low);
   result = aie::msc(result, factor, digits.middle);
   return aie::msc(result, factor, digits.high);
 }
 
-inline void zero(float* acc) {
+TF_INLINE void zero(float* acc) {
   aie::set_rounding(aie::rounding_mode::conv_even);
   store_accum(acc, aie::zeros<accfloat, 64>());
 }
 
 // acc += partial: the sums of the row above, on their way down the column.
-inline void add(const float* partial, float* acc) {
+TF_INLINE void add(const float* partial, float* acc) {
   aie::set_rounding(aie::rounding_mode::conv_even);
   TF_REGION(add);
   store_accum(acc, aie::add(load_accum(acc), load_accum(partial)));
 }
 
-inline void store_bf16(const float* acc, bfloat16* y) {
+TF_INLINE void store_bf16(const float* acc, bfloat16* y) {
   aie::set_rounding(aie::rounding_mode::conv_even);
   TF_REGION(store_bf16);
   aie::store_v(y, load_accum(acc).to_vector<bfloat16>());
 }
 
 // 0x43 above a byte below 128 makes the bfloat16 128 + byte.
-inline gemm::Bytes upper_bytes() { return aie::broadcast<uint8, 64>(0x43); }
-inline Bf16x64 plus_128(const gemm::Bytes& bytes, const gemm::Bytes& upper) {
+TF_INLINE gemm::Bytes upper_bytes() { return aie::broadcast<uint8, 64>(0x43); }
+TF_INLINE Bf16x64 plus_128(const gemm::Bytes& bytes, const gemm::Bytes& upper) {
   const auto [first, second] = aie::interleave_zip(bytes, upper, 1);
   return aie::concat(first, second).cast_to<bfloat16>();
 }
@@ -84,7 +84,7 @@ inline Bf16x64 plus_128(const gemm::Bytes& bytes, const gemm::Bytes& upper) {
 // acc += scale * (dots - zero * sum of x) for the 64 outputs of one group, or scale * dots + minimum * sum of x.
 // `Offset` is what the caller has already taken off every code.
 template <class Tile, bool Minima, int Offset>
-inline void apply_group(const uint8_t* w, unsigned group, Sums64 dots, const bfloat16* x_sums, float* acc) {
+TF_INLINE void apply_group(const uint8_t* w, unsigned group, Sums64 dots, const bfloat16* x_sums, float* acc) {
   const Bf16Digits x_sum = load_digits(x_sums + group * 192);
   const Bf16x64 scale = aie::load_v<64>(reinterpret_cast<const bfloat16*>(w + Tile::scale_offset) + group * kNt);
   Sums64 sums = load_accum(acc);
@@ -120,14 +120,14 @@ inline constexpr unsigned kOperandBytes = 72;  // of one k block of x
 inline constexpr unsigned kSumsOffset = kKBlocks * kOperandBytes;
 
 // sums[4 rows][16 outputs] += x rows * codes
-inline Sums64 mac_rows(const Operand& x, const gemm::CodePair& codes, const Sums64& sums) {
+TF_INLINE Sums64 mac_rows(const Operand& x, const gemm::CodePair& codes, const Sums64& sums) {
   aie::block_vector<bfp16ebs8, 128> columns = Operand(gemm::as_operand(codes[0])).grow<128>();
   columns.insert(1, Operand(gemm::as_operand(codes[1])));
   return ::mac_4x8_8x16T_conf(x, 1, columns, 1, sums, 0, 0, 0);
 }
 
 // The four rows added.
-inline aie::accum<accfloat, 16> fold(const Sums64& rows) {
+TF_INLINE aie::accum<accfloat, 16> fold(const Sums64& rows) {
   const Sums32 pairs = aie::add(rows.extract<32>(0), rows.extract<32>(1));
   return aie::add(pairs.extract<16>(0), pairs.extract<16>(1));
 }
@@ -139,15 +139,15 @@ struct Mantissa {
   static constexpr unsigned scratch_bytes = kSumsOffset + Tile::groups * 3 * 64 * 2;
 
   // x -> [16 k blocks] operands of 72 bytes, then [groups] sums of x as three bfloat16, each in 64 lanes.
-  static void prepare(const bfloat16* x, uint8_t* scratch) {
+  static TF_INLINE void prepare(const bfloat16* x, uint8_t* scratch) {
     make_operands(x, scratch);
     sum_groups(scratch);
   }
 
-  static void multiply(const uint8_t* scratch, const uint8_t* w, float* acc) {
+  static TF_INLINE void multiply(const uint8_t* scratch, const uint8_t* w, float* acc) {
     aie::block_vector_input_buffer_stream<bfp16ebs8, 64> x(reinterpret_cast<const bfp16ebs8*>(scratch));
     const auto* x_sums = reinterpret_cast<const bfloat16*>(scratch + kSumsOffset);
-    const auto codes = [w, midpoint = gemm::midpoint<Bits>()](unsigned k_block, unsigned pair) {
+    const auto codes = [w, midpoint = gemm::midpoint<Bits>()](unsigned k_block, unsigned pair) TF_INLINE_LAMBDA {
       return gemm::load_pair<Bits>(w + Tile::block_offset(k_block, 2 * pair), midpoint);
     };
     TF_LOOP_RANGE(1, 4)
@@ -176,7 +176,7 @@ struct Mantissa {
  private:
   // All four rows at once for 8 k blocks: what each row leaves over is exact in bfloat16, so the rows are gathered as
   // bfloat16 and converted together.
-  static void make_operands(const bfloat16* x, uint8_t* scratch) {
+  static TF_INLINE void make_operands(const bfloat16* x, uint8_t* scratch) {
     aie::block_vector_output_buffer_stream<bfp16ebs8, 64> operands(reinterpret_cast<bfp16ebs8*>(scratch));
     TF_REGION(operands);
     TF_LOOP_RANGE(2, 2)
@@ -199,14 +199,14 @@ struct Mantissa {
   }
 
   // rest -= rest in bfp16; what is then left, in bfloat16.
-  static Bf16x64 leave_over(Sums64& rest) {
+  static TF_INLINE Bf16x64 leave_over(Sums64& rest) {
     rest = aie::sub(rest, Sums64(rest.to_vector<bfp16ebs8>()));
     return rest.to_vector<bfloat16>();
   }
 
   // Two k blocks of [4 rows][8 k]. The multiplier reads rows 0 to 3; rows 4 to 7 repeat them.
   template <class Stream>
-  static void push_pair(Stream& operands, const Bf16x64& blocks) {
+  static TF_INLINE void push_pair(Stream& operands, const Bf16x64& blocks) {
     const Sums32 first(blocks.extract<32>(0));
     const Sums32 second(blocks.extract<32>(1));
     operands.push(aie::concat(first, first).to_vector<bfp16ebs8>());
@@ -214,7 +214,7 @@ struct Mantissa {
   }
 
   // The sum of a group is its product with codes of 1; summed in quarters of the tile, so that four chains overlap.
-  static void sum_groups(uint8_t* scratch) {
+  static TF_INLINE void sum_groups(uint8_t* scratch) {
     const gemm::Codes one = aie::broadcast<int8, 64>(1);
     const gemm::CodePair ones{one, one};
     const auto* operands = reinterpret_cast<const bfp16ebs8*>(scratch);
@@ -249,7 +249,7 @@ struct Mantissa {
     }
   }
 
-  static void store_sum(bfloat16* p, const Sums64& rows) {
+  static TF_INLINE void store_sum(bfloat16* p, const Sums64& rows) {
     const aie::accum<accfloat, 16> sum = fold(rows);
     store_digits(p, split(aie::concat(sum, sum, sum, sum)));
   }
@@ -263,7 +263,7 @@ struct Mantissa {
 
 // x -> each block of 8 k in all eight rows of 8 lanes.
 inline constexpr unsigned kSpreadBytes = kKBlocks * 64 * 2;
-inline void spread(const bfloat16* x, uint8_t* scratch) {
+TF_INLINE void spread(const bfloat16* x, uint8_t* scratch) {
   auto* spread = reinterpret_cast<bfloat16*>(scratch);
   TF_REGION(operands);
   TF_LOOP_RANGE(16, 16)
@@ -271,19 +271,20 @@ inline void spread(const bfloat16* x, uint8_t* scratch) {
 }
 
 // Neighbouring lanes added: 64 fp32 in, 32 out.
-inline Sums32 add_neighbours(const Sums32& a, const Sums32& b) {
+TF_INLINE Sums32 add_neighbours(const Sums32& a, const Sums32& b) {
   const auto [even, odd] = aie::interleave_unzip(a.to_vector<float>(), b.to_vector<float>(), 1);
   return aie::add(Sums32(even), Sums32(odd));
 }
 // Four blocks of [8 n][8 k] -> [32 n]
-inline Sums32 add_lanes(const Sums64& a, const Sums64& b, const Sums64& c, const Sums64& d) {
-  const auto halve = [](const Sums64& s) { return add_neighbours(s.extract<32>(0), s.extract<32>(1)); };
+TF_INLINE Sums32 add_lanes(const Sums64& a, const Sums64& b, const Sums64& c, const Sums64& d) {
+  const auto halve = [](const Sums64& s)
+                         TF_INLINE_LAMBDA { return add_neighbours(s.extract<32>(0), s.extract<32>(1)); };
   return add_neighbours(add_neighbours(halve(a), halve(b)), add_neighbours(halve(c), halve(d)));
 }
 
 // sums[64 n] of k blocks [begin, begin + count), with block(k_block, n_block) -> Bf16x64 the weights of a block.
 template <unsigned Count, class Block>
-inline Sums64 dot_blocks(const bfloat16* spread, unsigned begin, const Block& block) {
+TF_INLINE Sums64 dot_blocks(const bfloat16* spread, unsigned begin, const Block& block) {
   Sums32 halves[2];
   TF_LOOP_UNROLL_FULL
   for (unsigned half = 0; half < 2; ++half) {
@@ -313,7 +314,7 @@ struct Elementwise {
   static constexpr unsigned scratch_bytes = kSpreadBytes + Tile::groups * 3 * 64 * 2;
 
   // x -> [16 k blocks][64] bfloat16, then [groups] sums of x as three bfloat16, each in 64 lanes.
-  static void prepare(const bfloat16* x, uint8_t* scratch) {
+  static TF_INLINE void prepare(const bfloat16* x, uint8_t* scratch) {
     spread(x, scratch);
     const auto* rows = reinterpret_cast<const bfloat16*>(scratch);
     auto* x_sums = reinterpret_cast<bfloat16*>(scratch + kSpreadBytes);
@@ -321,17 +322,17 @@ struct Elementwise {
     TF_LOOP_RANGE(1, 4)
     TF_LOOP_NO_UNROLL
     for (unsigned group = 0; group < Tile::groups; ++group) {
-      const Sums64 sums = dot_blocks<Tile::k_blocks_per_group>(rows, group * Tile::k_blocks_per_group,
-                                                               [&](unsigned, unsigned) { return one; });
+      const Sums64 sums = dot_blocks<Tile::k_blocks_per_group>(
+          rows, group * Tile::k_blocks_per_group, [&](unsigned, unsigned) TF_INLINE_LAMBDA { return one; });
       TF_REGION(x_digits);
       store_digits(x_sums + 192 * group, split(sums));
     }
   }
 
-  static void multiply(const uint8_t* scratch, const uint8_t* w, float* acc) {
+  static TF_INLINE void multiply(const uint8_t* scratch, const uint8_t* w, float* acc) {
     const auto* rows = reinterpret_cast<const bfloat16*>(scratch);
     const auto* x_sums = reinterpret_cast<const bfloat16*>(scratch + kSpreadBytes);
-    const auto block = [w, upper = upper_bytes()](unsigned k_block, unsigned n_block) {
+    const auto block = [w, upper = upper_bytes()](unsigned k_block, unsigned n_block) TF_INLINE_LAMBDA {
       const uint8_t* codes = w + Tile::block_offset(k_block, n_block);
       if constexpr (Bits == 4)
         return plus_128(aie::unpack(aie::load_v<64>(reinterpret_cast<const uint4*>(codes))), upper);
@@ -352,11 +353,11 @@ struct Elementwise {
 struct Unquantized {
   static constexpr unsigned scratch_bytes = kSpreadBytes;
 
-  static void prepare(const bfloat16* x, uint8_t* scratch) { spread(x, scratch); }
+  static TF_INLINE void prepare(const bfloat16* x, uint8_t* scratch) { spread(x, scratch); }
 
-  static void multiply(const uint8_t* scratch, const uint8_t* w, float* acc) {
-    const Sums64 dots =
-        dot_blocks<kKBlocks>(reinterpret_cast<const bfloat16*>(scratch), 0, [w](unsigned k_block, unsigned n_block) {
+  static TF_INLINE void multiply(const uint8_t* scratch, const uint8_t* w, float* acc) {
+    const Sums64 dots = dot_blocks<kKBlocks>(
+        reinterpret_cast<const bfloat16*>(scratch), 0, [w](unsigned k_block, unsigned n_block) TF_INLINE_LAMBDA {
           return aie::load_v<64>(
               reinterpret_cast<const bfloat16*>(w + UnquantizedTile::block_offset(k_block, n_block)));
         });

@@ -18,6 +18,10 @@
 #define TF_LOOP_NO_UNROLL
 #endif
 
+// For helpers on registers: a call would pass accumulators through the stack, which has 1 KiB.
+#define TF_INLINE __attribute__((always_inline)) inline
+#define TF_INLINE_LAMBDA __attribute__((always_inline))
+
 // The rest of the enclosing block is one region of the cycle model: put it in front of a pipelined loop, in a block of
 // its own. Regions don't nest. `name` is an identifier; regions of one name add up.
 #if defined(TF_EMULATED_CORE)
