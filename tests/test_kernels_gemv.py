@@ -293,11 +293,11 @@ def fold(rows: Array) -> Array:
 
 
 def digits(value: Array) -> list[Array]:
-    """fp32 -> three bfloat16 (as fp32) that sum to it, smallest first."""
+    """fp32 -> three bfloat16 (as fp32) that sum to it, largest first."""
     high = value.astype(BF16).astype(F32)
     middle = (value - high).astype(BF16).astype(F32)
     low = (value - high - middle).astype(BF16).astype(F32)
-    return [low, middle, high]
+    return [high, middle, low]
 
 
 def model(scheme: Scheme, x: Array, w: Weights) -> Array:

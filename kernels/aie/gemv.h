@@ -44,16 +44,16 @@ TF_INLINE void store_digits(bfloat16* p, const Bf16Digits& digits) {
 TF_INLINE Bf16Digits load_digits(const bfloat16* p) {
   return {aie::load_v<64>(p), aie::load_v<64>(p + 64), aie::load_v<64>(p + 128)};
 }
-// Smallest first: what the large product would round away is there when it comes.
+// Largest first: split() has it first, and where a difference cancels it leaves a small sum for the others to round.
 TF_INLINE Sums64 mac(const Sums64& sums, const Bf16x64& factor, const Bf16Digits& digits) {
-  Sums64 result = aie::mac(sums, factor, digits.low);
+  Sums64 result = aie::mac(sums, factor, digits.high);
   result = aie::mac(result, factor, digits.middle);
-  return aie::mac(result, factor, digits.high);
+  return aie::mac(result, factor, digits.low);
 }
 TF_INLINE Sums64 msc(const Sums64& sums, const Bf16x64& factor, const Bf16Digits& digits) {
-  Sums64 result = aie::msc(sums, factor, digits.low);
+  Sums64 result = aie::msc(sums, factor, digits.high);
   result = aie::msc(result, factor, digits.middle);
-  return aie::msc(result, factor, digits.high);
+  return aie::msc(result, factor, digits.low);
 }
 
 TF_INLINE void zero(float* acc) {
