@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from math import floor
 
@@ -13,8 +13,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tilefuse import Layout, ZeroKind, _emu
 from tilefuse.emulator.kernels import RoundingMode, rounding_mode
@@ -349,10 +347,27 @@ def test_transpose(rows: int) -> None:
 # --- memory and counting ----------------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 63))
-def test_misaligned_load_is_a_fault(offset: int) -> None:
-    fault = ops.load_at(offset)
-    assert fault == "" if offset == 0 else "alignment of 64 bytes" in fault
+INF, NAN, HUGE = 0x7F800000, 0x7FC00000, 0x7F7FFFFF  # bits of fp32
+
+
+@pytest.mark.parametrize(
+    ("what", "right", "wrong", "says"),
+    [
+        ("load", [0, 64, 128], range(1, 64), "needs an alignment of 64 bytes"),
+        ("load of 16", [0, 16, 32, 112], [1, 8, 15, 17, 24], "needs an alignment of 16 bytes"),
+        ("store", [0, 64], [1, 16, 32], "needs an alignment of 64 bytes"),
+        ("unaligned load", [0, 4, 8, 60], [1, 2, 3, 5], "promised a multiple of 4 elements of 1 bytes"),
+        ("interleave", [1, 2, 4, 8, 16, 32, 64], [0, 3, 5, 128], "not a power of two up to 64"),
+        ("transpose", [8], [0, 4, 7, 16], "not a whole matrix"),
+        ("bfp16", [0, 0x3F800000, HUGE], [INF, NAN, INF | 1 << 31], "an Inf or NaN is converted to bfp16"),
+        ("subtracting mac", [0], [1], "subtraction is not emulated"),
+    ],
+)
+def test_faults(what: str, right: Iterable[int], wrong: Iterable[int], says: str) -> None:
+    """What the hardware would do silently wrong."""
+    assert [ops.fault(what, value) for value in right] == ["" for _ in right]
+    for value in wrong:
+        assert says in ops.fault(what, value), value
 
 
 @pytest.mark.parametrize(

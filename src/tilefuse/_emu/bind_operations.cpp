@@ -144,6 +144,39 @@ void sequence(const std::string& name) {
   }
 }
 
+// Does something with `value` that is a fault for some values, and returns what the core says to it.
+std::string fault_of(const std::string& what, unsigned value) {
+  alignas(64) const std::array<uint8_t, 192> memory{};
+  alignas(64) std::array<uint8_t, 128> out{};
+  namespace count = aie::detail::count;
+  count::core.catch_faults = true;
+  count::core.fault = {};
+  if (what == "load") {
+    (void)aie::load_v<64>(memory.data() + value);
+  } else if (what == "load of 16") {
+    (void)aie::load_v<16>(memory.data() + value);
+  } else if (what == "store") {
+    aie::store_v(out.data() + value, aie::zeros<uint8, 64>());
+  } else if (what == "unaligned load") {
+    (void)aie::load_unaligned_v<64>(memory.data() + value, 4);
+  } else if (what == "interleave") {
+    const auto v = aie::zeros<uint8, 64>();
+    (void)aie::interleave_zip(v, v, value);
+  } else if (what == "transpose") {
+    (void)aie::transpose(aie::zeros<uint8, 64>(), value, 8);
+  } else if (what == "bfp16") {
+    const float x = std::bit_cast<float>(value);
+    (void)aie::accum<accfloat, 64>(aie::broadcast<float, 64>(x)).to_vector<bfp16ebs8>();
+  } else if (what == "subtracting mac") {
+    const aie::block_vector<bfp16ebs8, 64> zero = aie::zeros<accfloat, 64>().to_vector<bfp16ebs8>();
+    (void)mac_8x8_8x8T_conf(zero, zero, aie::zeros<accfloat, 64>(), 0, static_cast<int>(value), 0);
+  } else {
+    count::fault("no such operation", 0, 0);
+  }
+  count::core.catch_faults = false;
+  return count::core.fault.data();
+}
+
 }  // namespace
 
 void bind_operations(py::module_& m) {
@@ -190,15 +223,7 @@ void bind_operations(py::module_& m) {
     return map<bfloat16, bfloat16, 64>(in, [=](const auto& v) { return aie::transpose(v, rows, columns); });
   });
   ops.def("sequence", &sequence);
-  // A load of 64 bytes that lies `offset` bytes off its alignment; returns the fault.
-  ops.def("load_at", [](unsigned offset) {
-    alignas(64) std::array<uint8_t, 128> memory{};
-    aie::detail::count::core.catch_faults = true;
-    aie::detail::count::core.fault = {};
-    const auto v = aie::load_v<64>(memory.data() + offset % 64);
-    aie::detail::count::core.catch_faults = false;
-    return std::string(aie::detail::count::core.fault.data()) + (v.data[0] == 0 ? "" : " and read something else");
-  });
+  ops.def("fault", &fault_of);
 }
 
 }  // namespace tilefuse::emu

@@ -50,6 +50,10 @@ inline void convert_block(const float* x, int8_t* mantissas, uint8_t* exponent) 
     largest = field > largest ? field : largest;
     wide[i] = field == 0 ? 0.0 : static_cast<double>(x[i]);
   }
+  if (largest == 255) {
+    count::fault("an Inf or NaN is converted to bfp16, which has neither", 0, 0);
+    wide.fill(0.0);
+  }
   std::array<double, 8> rounded;
   if (!round_mantissas<Mode>(wide.data(), largest, rounded.data()))
     round_mantissas<Mode>(wide.data(), ++largest, rounded.data());

@@ -1,8 +1,7 @@
 // The state of one emulated core: its modes, its count of issue slots, the faults that it ran into. One core a thread.
 //
-// Costs are those of docs/kernels.md's slot table, with no fusion assumed: a load followed by an unpack counts as both.
-// The scalar slots (address arithmetic, loop control, scalar loads) are not counted: they issue beside the vector
-// slots.
+// docs/emulated-core.md has the costs. No fusion is assumed: a load followed by an unpack counts as both. The scalar
+// slots (address arithmetic, loop control, scalar loads) are not counted: they issue beside the vector slots.
 #pragma once
 
 #include <array>
