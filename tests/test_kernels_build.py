@@ -97,7 +97,7 @@ def test_compiles_each_kernel_with_the_stated_flags(
     calls = {call[call.index("-o") + 1].rpartition("/")[2].removesuffix(".partial.o"): call for call in peano.calls()}
     assert calls.keys() == set(names)
     call = calls["gemv_bf16_w4g64m_mantissa_128x64"]
-    # As section "Flags" of docs/kernels.md has them.
+    # As section "make kernels" of docs/kernels.md has them.
     assert call[:3] == ["-O2", "-std=c++20", "--target=aie2p-none-unknown-elf"]
     assert {"-DNDEBUG", "-D__AIE_API_AIE_ADF_HPP__", "-Wno-macro-redefined", "-c", "-fstack-usage"} <= set(call)
     assert {"-DTF_PATH=TF_PATH_MANTISSA", "-DTF_GROUP=64", "-DTF_MINIMA=1"} <= set(call)

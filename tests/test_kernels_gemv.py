@@ -206,7 +206,8 @@ def test_longest_reduction(rng: np.random.Generator, scheme: Scheme) -> None:
 
 # --- properties -------------------------------------------------------------------------------------------------------
 
-X_KINDS = ("normal", "equal", "denormal", "wide", "outlier", "huge", "zero")
+X_KINDS = ("normal", "equal", "denormal", "wide", "outlier", "huge", "tiny", "zero")
+SMALL_X_KINDS = ("denormal", "tiny", "zero")
 
 
 def make_x(rng: np.random.Generator, kind: str, k: int) -> Array:
@@ -219,7 +220,7 @@ def make_x(rng: np.random.Generator, kind: str, k: int) -> Array:
         return (normal * 2.0 ** rng.integers(-60, 8, k)).astype(BF16)
     if kind == "outlier":
         normal[rng.integers(k)] *= 2.0**20
-    return (normal * {"huge": 2.0**90, "zero": 0.0}.get(kind, 1.0)).astype(BF16)
+    return (normal * {"huge": 2.0**90, "tiny": 2.0**-110, "zero": 0.0}.get(kind, 1.0)).astype(BF16)
 
 
 @given(data=st.data())
@@ -233,12 +234,14 @@ def test_any_layer_is_within_the_bound(data: st.DataObject) -> None:
     code = fill[data.draw(st.sampled_from(sorted(fill)), label="codes")]
     zero = fill[data.draw(st.sampled_from(sorted(fill)), label="zeros")]
     codes = rng.integers(0, top + 1, (k, NT), dtype=np.uint8) if code is None else np.full((k, NT), code, np.uint8)
-    # Scales from the smallest denormal to where a sum of 768 x 255 x 2^90 values still is finite.
+    # Scales from the smallest denormal to the largest of bfloat16, as far as the sum of 768 x 255 x |x| stays finite.
     x_kind = data.draw(st.sampled_from(X_KINDS), label="x")
-    lowest, highest = data.draw(st.sampled_from([(-133, -120), (-12, -3), (8, 12), (-133, 12)]), label="scales")
+    ranges = [(-133, -120), (-12, -3), (8, 12), (-133, 12)] + [(120, 127.99)] * (x_kind in SMALL_X_KINDS)
+    lowest, highest = data.draw(st.sampled_from(ranges), label="scales")
     scales = (rng.choice([-1, 1], groups) * 2.0 ** rng.uniform(lowest, highest, groups)).astype(BF16)
+    scales[0, 0] = BF16(2.0**highest)
     if scheme.minima:
-        zeros = np.zeros(groups, BF16) if zero == 0 else (rng.normal(0, 1, groups) * scales.astype(F32)).astype(BF16)
+        zeros = np.zeros(groups, BF16) if zero == 0 else (rng.uniform(-1, 1, groups) * scales.astype(F32)).astype(BF16)
     else:
         zeros = rng.integers(0, top + 1, groups, dtype=np.uint8) if zero is None else np.full(groups, zero, np.uint8)
     check(scheme, make_x(rng, x_kind, k), pack(scheme, codes, scales, zeros))
