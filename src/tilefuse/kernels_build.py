@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -155,7 +156,7 @@ def compile_command(tools: Toolchain, sources: Path, configuration: Configuratio
 
 
 def build(tools: Toolchain, configuration: Configuration, output: Path) -> Size:
-    """Compiles one configuration into the directory ``output``, under its own name.
+    """Compiles one configuration into the directory ``output``, under its own name; a failure leaves no object there.
 
     Raises:
         KernelBuildError: The compiler fails, or the object is larger than a core's program memory.
@@ -163,6 +164,7 @@ def build(tools: Toolchain, configuration: Configuration, output: Path) -> Size:
     sources = Path(str(importlib.resources.files("tilefuse.kernels.aie")))
     made = output / f"{configuration.name}.o"
     partial = output / f"{configuration.name}.partial.o"
+    made.unlink(missing_ok=True)
     command = compile_command(tools, sources, configuration, partial)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -226,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tilefuse.kernels_build", description="Builds the AIE2P kernels.")
     parser.add_argument("--output", type=Path, default=Path("build/kernels"), help="where the objects go")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at a time")
     parser.add_argument("--only", default="", help="build the kernels whose name contains this")
     options = parser.parse_args(arguments)
     try:
@@ -238,13 +241,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tilefuse: no kernel's name contains {options.only!r}", file=sys.stderr)
         return 1
     options.output.mkdir(parents=True, exist_ok=True)
-    sizes, failures = [], []
-    for configuration in chosen:
+
+    def attempt(configuration: Configuration) -> Size | KernelBuildError:
         try:
-            sizes.append(build(tools, configuration, options.output))
+            return build(tools, configuration, options.output)
         except KernelBuildError as error:
-            failures.append(str(error))
-    print(report(sizes))
+            return error
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = list(pool.map(attempt, chosen))
+    print(report(result for result in results if isinstance(result, Size)))
+    failures = [result for result in results if isinstance(result, KernelBuildError)]
     for failure in failures:
         print(f"tilefuse: {failure}", file=sys.stderr)
     return 1 if failures else 0
