@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import struct
 import sys
 from pathlib import Path
@@ -12,19 +11,15 @@ import pytest
 
 from tilefuse import kernels_build as kb
 
-FAKE = """#!{python}
-import json, os, pathlib, sys
-arguments = sys.argv[1:]
-with open({log!r}, "a") as log:
-    log.write(json.dumps(arguments) + "\\n")
-if any({reject!r} in argument for argument in arguments if {reject!r}):
-    sys.exit("error: no matching function for call to 'mac'")
-output = pathlib.Path(arguments[arguments.index("-o") + 1])
-output.write_bytes(bytes.fromhex({elf!r}))
-if {stack!r} is not None:
-    frames = ("zero\\t32\\tstatic", "main one\\t" + {stack!r} + "\\tstatic")
-    output.with_suffix(".su").write_text("".join("a.cc:1:1:" + frame + "\\n" for frame in frames))
+FAKE = """#!/bin/sh
+record=$(printf '%s\\t' "$@")
+printf '%s\\n' "$record" >> {log}
+case "$*" in {reject}) echo "error: no matching function for call to 'mac'" >&2; exit 1;; esac
+while [ "$1" != -o ]; do shift; done
+cp {elf} "$2"
+{usage}
 """
+USAGE = """printf 'a.cc:1:1:zero\\t32\\tstatic\\na.cc:9:1:main one\\t{stack}\\tstatic\\n' > "${{2%.o}}.su\""""
 
 
 def elf_object(text: int, *, wide: bool = False) -> bytes:
@@ -59,14 +54,15 @@ class FakePeano:
 
     def behave(self, text: int = 4000, stack: int | None = 96, reject: str = "") -> None:
         """Objects of ``text`` bytes and a ``stack`` frame; a command line that contains ``reject`` is an error."""
-        compiler = self.root / "bin" / "clang++"
-        said = None if stack is None else str(stack)
-        elf = elf_object(text).hex()
-        compiler.write_text(FAKE.format(python=sys.executable, log=str(self.log), elf=elf, stack=said, reject=reject))
+        compiler, elf = self.root / "bin" / "clang++", self.root / "object"
+        elf.write_bytes(elf_object(text))
+        usage = "" if stack is None else USAGE.format(stack=stack)
+        pattern = f"*{reject}*" if reject else "''"
+        compiler.write_text(FAKE.format(log=self.log, reject=pattern, elf=elf, usage=usage))
         compiler.chmod(0o755)
 
     def calls(self) -> list[list[str]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [line.rstrip("\t").split("\t") for line in self.log.read_text().splitlines()]
 
 
 def forget_aie(monkeypatch: pytest.MonkeyPatch) -> None:
