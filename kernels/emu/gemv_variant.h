@@ -4,26 +4,28 @@
 
 #define TF_BITS TF_WEIGHT_BITS
 #define TF_NAME TF_GEMV_NAME
-namespace tilefuse::emu {
-[[maybe_unused]] static const bool TF_KERNEL(registered) = [] {
-  const int64_t scratch = TF_KERNEL(scratch_bytes)();
-  constexpr int64_t tile = TF_TILE::tile_bytes;
-  kernels().push_back(
-      {.name = TF_TEXT(TF_NAME),
-       .op = "gemv",
-       .bits = TF_BITS,
-       .group = TF_BITS == 16 ? 0 : TF_GROUP,
-       .minima = TF_MINIMA,
-       .path = path_name(TF_PATH),
-       .m = 1,
-       .scratch_bytes = scratch,
-       .entry_points = {entry_point<TF_NAME>("", Said{"x_scratch", {scratch}}, Said{"w", {tile}}, Said{"acc", {kNt}}),
-                        entry_point<TF_KERNEL(zero)>("zero", Said{"acc", {kNt}}),
-                        entry_point<TF_KERNEL(prepare)>("prepare", Said{"x", {kKt}}, Said{"x_scratch", {scratch}}),
-                        entry_point<TF_KERNEL(add)>("add", Said{"partial", {kNt}}, Said{"acc", {kNt}}),
-                        entry_point<TF_KERNEL(store_bf16)>("store_bf16", Said{"acc", {kNt}}, Said{"y", {kNt}})}});
-  return true;
-}();
-}  // namespace tilefuse::emu
+namespace tilefuse::emu::TF_NAMESPACE {
+constexpr Said w{"w", {TF_TILE::tile_bytes}};
+constexpr Said x{"x", {kKt}};
+constexpr Said x_scratch{"x_scratch", {kScratch}};
+constexpr Said acc{"acc", {kNt}};
+constexpr Said partial{"partial", {kNt}};
+constexpr Said y{"y", {kNt}};
+
+constexpr Kernel kernel{
+    .name = TF_TEXT(TF_NAME),
+    .op = "gemv",
+    .bits = TF_BITS,
+    .group = TF_BITS == 16 ? 0 : TF_GROUP,
+    .minima = TF_MINIMA,
+    .path = path_name(TF_PATH),
+    .m = 1,
+    .scratch_bytes = &TF_KERNEL(scratch_bytes),
+    .entry_points = {entry_point<TF_NAME>("", x_scratch, w, acc), entry_point<TF_KERNEL(zero)>("zero", acc),
+                     entry_point<TF_KERNEL(prepare)>("prepare", x, x_scratch),
+                     entry_point<TF_KERNEL(add)>("add", partial, acc),
+                     entry_point<TF_KERNEL(store_bf16)>("store_bf16", acc, y)}};
+const Registration registration(kernel);
+}  // namespace tilefuse::emu::TF_NAMESPACE
 #undef TF_NAME
 #undef TF_BITS

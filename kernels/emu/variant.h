@@ -12,8 +12,6 @@
 
 namespace tilefuse::emu {
 
-using Said = detail::NameAndShape;
-
 constexpr const char* path_name(int path) {
   switch (path) {
     case TF_PATH_EMULATED:

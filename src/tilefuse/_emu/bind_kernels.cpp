@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -19,8 +20,6 @@ namespace count = aie::detail::count;
 
 namespace tilefuse::emu {
 namespace {
-
-constexpr size_t kMaxArguments = 8;
 
 const char* dtype_name(Dtype dtype) {
   switch (dtype) {
@@ -46,12 +45,32 @@ std::string catching_faults(F&& f) {
 }
 
 std::string call(const EntryPoint& entry, const py::args& addresses) {
-  if (addresses.size() != entry.arguments.size() || addresses.size() > kMaxArguments)
-    throw py::type_error("wrong number of arguments");
-  std::array<void*, kMaxArguments> pointers{};
+  if (addresses.size() != entry.num_arguments) throw py::type_error("wrong number of arguments");
+  std::array<void*, std::tuple_size_v<decltype(entry.arguments)>> pointers{};
   size_t i = 0;
   for (const py::handle address : addresses) pointers[i++] = reinterpret_cast<void*>(address.cast<uintptr_t>());
   return catching_faults([&] { entry.call(pointers.data()); });
+}
+
+// (name, shape, dtype, whether it is written)
+using ArgumentTuple = std::tuple<std::string, std::vector<int64_t>, std::string, bool>;
+
+std::vector<ArgumentTuple> arguments(const Kernel& kernel, const EntryPoint& entry) {
+  std::vector<ArgumentTuple> result;
+  for (size_t i = 0; i < entry.num_arguments; ++i) {
+    const Argument& argument = entry.arguments[i];
+    std::vector<int64_t> shape;
+    for (const int64_t extent : argument.said.shape)
+      if (extent != 0) shape.push_back(extent == kScratch ? kernel.scratch_bytes() : extent);
+    result.emplace_back(argument.said.name, std::move(shape), dtype_name(argument.dtype), argument.written);
+  }
+  return result;
+}
+
+std::vector<std::pair<const EntryPoint*, std::vector<ArgumentTuple>>> entry_points(const Kernel& kernel) {
+  std::vector<std::pair<const EntryPoint*, std::vector<ArgumentTuple>>> result;
+  for (const EntryPoint& entry : kernel.entry_points) result.emplace_back(&entry, arguments(kernel, entry));
+  return result;
 }
 
 // Regions of the last call: (name, entries, {load, ldb, st, mv, vec}); the unnamed one is what is outside the others.
@@ -101,20 +120,14 @@ py::dict packed_tiles() {
 
 }  // namespace
 
-std::vector<Kernel>& kernels() {
-  static std::vector<Kernel> all;
+std::vector<const Kernel*>& kernels() {
+  static std::vector<const Kernel*> all;
   return all;
 }
 
 void bind_kernels(py::module_& m) {
-  py::class_<Argument>(m, "Argument")
-      .def_readonly("name", &Argument::name)
-      .def_readonly("shape", &Argument::shape)
-      .def_property_readonly("dtype", [](const Argument& argument) { return dtype_name(argument.dtype); })
-      .def_readonly("written", &Argument::written);
   py::class_<EntryPoint>(m, "EntryPoint")
       .def_readonly("stem", &EntryPoint::stem)
-      .def_readonly("arguments", &EntryPoint::arguments)
       .def("call", &call, "Runs it on addresses; returns the first fault, or an empty text.");
   py::class_<Kernel>(m, "Kernel")
       .def_readonly("name", &Kernel::name)
@@ -124,8 +137,8 @@ void bind_kernels(py::module_& m) {
       .def_readonly("minima", &Kernel::minima)
       .def_readonly("path", &Kernel::path)
       .def_readonly("m", &Kernel::m)
-      .def_readonly("scratch_bytes", &Kernel::scratch_bytes)
-      .def_readonly("entry_points", &Kernel::entry_points);
+      .def_property_readonly("scratch_bytes", [](const Kernel& kernel) { return kernel.scratch_bytes(); })
+      .def_property_readonly("entry_points", &entry_points, py::return_value_policy::reference);
   m.def("kernels", &kernels, py::return_value_policy::reference);
   m.def("packed_tiles", &packed_tiles);
 

@@ -223,10 +223,13 @@ class HostKernel:
                 native.stem: EntryPoint(
                     self.name,
                     native.stem,
-                    tuple(Argument(a.name, tuple(a.shape), _DTYPES[a.dtype], a.written) for a in native.arguments),
+                    tuple(
+                        Argument(name, tuple(shape), _DTYPES[dtype], written)
+                        for name, shape, dtype, written in arguments
+                    ),
                     native,
                 )
-                for native in self._native.entry_points
+                for native, arguments in self._native.entry_points
             }
         )
 
