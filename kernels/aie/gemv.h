@@ -213,26 +213,23 @@ struct Mantissa {
     operands.push(aie::concat(second, second).to_vector<bfp16ebs8>());
   }
 
-  // The sum of a group is its product with codes of 1; summed in quarters of the tile, so that four chains overlap.
+  // The sum of a group is its product with codes of 1; summed in quarters of the tile, whose chains overlap. One stream:
+  // a core has one queue for each of its load units.
   static TF_INLINE void sum_groups(uint8_t* scratch) {
-    const gemm::Codes one = aie::broadcast<int8, 64>(1);
-    const gemm::CodePair ones{one, one};
-    const auto* operands = reinterpret_cast<const bfp16ebs8*>(scratch);
-    aie::block_vector_input_buffer_stream<bfp16ebs8, 64> x0(operands), x1(operands), x2(operands), x3(operands);
-    x1.seek(4);
-    x2.seek(8);
-    x3.seek(12);
-    Sums64 s0 = aie::zeros<accfloat, 64>(), s1 = s0, s2 = s0, s3 = s0;
+    aie::block_vector_input_buffer_stream<bfp16ebs8, 64> x(reinterpret_cast<const bfp16ebs8*>(scratch));
+    const auto quarter = [&x, one = gemm::Codes(aie::broadcast<int8, 64>(1))]() TF_INLINE_LAMBDA {
+      Sums64 sums = aie::zeros<accfloat, 64>();
+      TF_LOOP_UNROLL_FULL
+      for (unsigned i = 0; i < kKBlocks / 4; ++i) sums = mac_rows(x.pop(), {one, one}, sums);
+      return sums;
+    };
+    Sums64 s0, s1, s2, s3;
     {
       TF_REGION(x_sums);
-      TF_LOOP_RANGE(4, 4)
-      TF_LOOP_NO_UNROLL
-      for (unsigned i = 0; i < 4; ++i) {
-        s0 = mac_rows(x0.pop(), ones, s0);
-        s1 = mac_rows(x1.pop(), ones, s1);
-        s2 = mac_rows(x2.pop(), ones, s2);
-        s3 = mac_rows(x3.pop(), ones, s3);
-      }
+      s0 = quarter();
+      s1 = quarter();
+      s2 = quarter();
+      s3 = quarter();
     }
     TF_REGION(x_digits);
     auto* x_sums = reinterpret_cast<bfloat16*>(scratch + kSumsOffset);
