@@ -213,8 +213,8 @@ struct Mantissa {
     operands.push(aie::concat(second, second).to_vector<bfp16ebs8>());
   }
 
-  // The sum of a group is its product with codes of 1; summed in quarters of the tile, whose chains overlap. All through
-  // one stream: each occupies a queue of the load units.
+  // The sum of a group is its product with codes of 1; summed in quarters of the tile, whose chains overlap. All of it
+  // through one stream: each occupies a queue of the load units.
   static TF_INLINE void sum_groups(uint8_t* scratch) {
     aie::block_vector_input_buffer_stream<bfp16ebs8, 64> x(reinterpret_cast<const bfp16ebs8*>(scratch));
     const auto quarter = [&x, one = gemm::Codes(aie::broadcast<int8, 64>(1))]() TF_INLINE_LAMBDA {
