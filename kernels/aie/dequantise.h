@@ -37,7 +37,7 @@ inline v64bfp16ebs8 minus_identity() {
   return v64bfp16ebs8{Codes(aie::load_v<64>(kMinusIdentity)).to_native(), exponents(127)};
 }
 
-// An fp32 block as the sum of two operands: what remains is below 2^-14 of the largest of each 8 values in a row.
+// An fp32 block as the sum of two operands: what remains is below 2^-13 of the largest of each 8 values in a row.
 struct Split {
   Operand high, low;
 };
@@ -63,13 +63,24 @@ enum class Order {
   kOutputRows,  // [8 output][8 input]: B of a bfp16 multiplication, blocks of 8 along the input channels
 };
 
+// 4-bit zero points come off the codes; what 8-bit ones leave has 9 bits and no operand.
+template <unsigned Bits, bool Minima>
+inline constexpr bool kCentresCodes = Bits == 4 && !Minima;
+
 // All that the blocks of one group and 8 output channels share.
 template <unsigned Bits, bool Minima, Order order>
 class Dequantiser {
  public:
+  // Zero points beside their codes.
+  Dequantiser(const bfloat16* scales, const Codes& zeros, const Bf16s& one, const v64bfp16ebs8& minus_one)
+    requires kCentresCodes<Bits, Minima>
+      : matrix_(scale_matrix(rows_of(scales), one, minus_one)), zeros_(zeros) {}
+
   // `offset`: the channels' zero points less kCodeOffset, or their minima.
   Dequantiser(const bfloat16* scales, const aie::vector<bfloat16, 8>& offset, const Bf16s& one,
-              const v64bfp16ebs8& minus_one) {
+              const v64bfp16ebs8& minus_one)
+    requires(!kCentresCodes<Bits, Minima>)
+  {
     const Bf16s rows = rows_of(scales);
     matrix_ = scale_matrix(rows, one, minus_one);
     const Bf16s offset_rows = offset.template grow_replicate<64>();
@@ -83,40 +94,53 @@ class Dequantiser {
 
   // A block's weights from its codes.
   Accum operator()(const Codes& codes) const {
-    const v64bfp16ebs8 q = as_operand(aie::transpose(codes, 8, 8));
-    Accum w;
-    if constexpr (order == Order::kInputRows) {
-      w = mul_8x8_8x8T(q, matrix_.high);
-      w = mac_8x8_8x8T(q, matrix_.low, w);
+    if constexpr (kCentresCodes<Bits, Minima>) {
+      return scaled(aie::sub(codes, zeros_));
     } else {
-      w = mul_8x8_8x8T(matrix_.high, q);
-      w = mac_8x8_8x8T(matrix_.low, q, w);
-    }
-    if constexpr (Minima) {
-      if constexpr (kCodeOffset<Bits> != 0) w = aie::mac(w, scale_, code_offset_);
-      return aie::mac(w, offset_, one_);
-    } else {
-      return aie::msc(w, offset_, scale_);
+      Accum w = scaled(codes);
+      if constexpr (Minima) {
+        if constexpr (kCodeOffset<Bits> != 0) w = aie::mac(w, scale_, code_offset_);
+        return aie::mac(w, offset_, one_);
+      } else {
+        return aie::msc(w, offset_, scale_);
+      }
     }
   }
 
  private:
+  Accum scaled(const Codes& codes) const {
+    const v64bfp16ebs8 q = as_operand(aie::transpose(codes, 8, 8));
+    Accum w;
+    if constexpr (order == Order::kInputRows) {
+      w = mul_8x8_8x8T(q, matrix_.high);
+      return mac_8x8_8x8T(q, matrix_.low, w);
+    } else {
+      w = mul_8x8_8x8T(matrix_.high, q);
+      return mac_8x8_8x8T(matrix_.low, q, w);
+    }
+  }
+
   Split matrix_;
-  Bf16s scale_, offset_;
-  Bf16s one_, code_offset_;  // for minima only
+  Codes zeros_;              // if kCentresCodes
+  Bf16s scale_, offset_;     // if not
+  Bf16s one_, code_offset_;  // for minima
 };
 
-// The `offset` arguments for two blocks of output channels.
+// What the constructor takes, for two blocks of output channels.
 template <class Tile, unsigned Bits, bool Minima>
-inline aie::vector<bfloat16, 16> load_offsets(const uint8_t* w, unsigned group, unsigned pair, const Codes& mid) {
+inline auto load_offsets(const uint8_t* w, unsigned group, unsigned pair, const Codes& mid) {
   const uint8_t* zeros = w + Tile::zero_offset + (group * kNt + pair * 16) * Tile::zero_bytes;
-  if constexpr (Minima)
-    return aie::load_v<16>(reinterpret_cast<const bfloat16*>(zeros));
-  else if constexpr (Bits == 8)
-    return aie::to_float<bfloat16>(
-        aie::add(aie::load_v<16>(zeros).template cast_to<int8>(), mid.template extract<16>(0)));
-  else
-    return aie::to_float<bfloat16>(aie::load_v<16>(zeros));
+  if constexpr (kCentresCodes<Bits, Minima>) {
+    return repeat_8(aie::vector<uint8, 16>(aie::load_v<16>(zeros)));
+  } else {
+    aie::vector<bfloat16, 16> both;
+    if constexpr (Minima)
+      both = aie::load_v<16>(reinterpret_cast<const bfloat16*>(zeros));
+    else
+      both = aie::to_float<bfloat16>(
+          aie::add(aie::load_v<16>(zeros).template cast_to<int8>(), mid.template extract<16>(0)));
+    return std::array<aie::vector<bfloat16, 8>, 2>{both.template extract<8>(0), both.template extract<8>(1)};
+  }
 }
 
 // Every block of a tile, dequantised, as emit(weights): two blocks of output channels at a time, all input channels
@@ -133,8 +157,8 @@ inline void dequantise_tile(const uint8_t* w, Emit&& emit) {
     for (unsigned group = 0; group < Tile::groups; ++group) {
       const bfloat16* s = scales + group * kNt + pair * 16;
       const auto offsets = load_offsets<Tile, Bits, Minima>(w, group, pair, mid);
-      const Dequantiser<Bits, Minima, order> first(s, offsets.template extract<8>(0), one, minus_one);
-      const Dequantiser<Bits, Minima, order> second(s + 8, offsets.template extract<8>(1), one, minus_one);
+      const Dequantiser<Bits, Minima, order> first(s, offsets[0], one, minus_one);
+      const Dequantiser<Bits, Minima, order> second(s + 8, offsets[1], one, minus_one);
       const uint8_t* codes = w + Tile::block_offset(group * Tile::k_blocks_per_group, 2 * pair);
       TF_REGION(dequantise);
       TF_LOOP_RANGE(4, 16)

@@ -1,7 +1,11 @@
 // One band of activations times one tile of weights that prepare() has put into operand form: paths (a) and (b).
 //
 // Both hold a 2 x 2 group of 8 x 8 sums in accumulators over all of K (a core has five of that size; the fifth converts
-// operands) and read each of their operands twice less than one at a time would.
+// operands) and read each of their operands half as often as one at a time would.
+//
+// Bound: |acc - exact| <= sum |dA| |W| + |A| |dW| + |dA| |dW| + (24 2^-24) a tile of the products' magnitudes, where dA
+// and dW are what operands lose, half a unit each, below 2^-6.98 of the largest of 8; in path (a) dW also has the 2^-8
+// of weights narrowed to bfloat16. tests/oracle_gemm.py derives it.
 #pragma once
 
 #include <stdint.h>
@@ -58,6 +62,7 @@ class Bfp16Tile {
         aie::block_vector_input_buffer_stream<bfp16ebs8, 64> weights(
             reinterpret_cast<const bfp16ebs8*>(scratch + pair * (2 * kKBlocks * kOperandBytes)));
         {
+          // 4 loads and 2 pops (2 loads each), 4 widenings, 2 conversions, 4 multiplications: 4 cycles.
           TF_REGION(multiply);
           TF_LOOP_RANGE(16, 16)
           TF_LOOP_NO_UNROLL
@@ -119,6 +124,7 @@ class EmulatedTile {
         Block c11(load_accum(c1 + 64));
         const auto* weights = reinterpret_cast<const bfloat16*>(scratch) + pair * (2 * kKBlocks * 64);
         {
+          // Each multiplication: 4 moves and 2 conversions of its own, 2 multiplier operations: 16 cycles for four.
           TF_REGION(multiply);
           TF_LOOP_RANGE(16, 16)
           TF_LOOP_NO_UNROLL

@@ -59,4 +59,14 @@ inline std::array<Bytes, 8> repeat_8(const Bytes& channels) {
   return {v0, v1, v2, v3, v4, v5, v6, v7};
 }
 
+// The same for 16 output channels.
+inline CodePair repeat_8(const aie::vector<uint8, 16>& channels) {
+  const auto [a, b] = aie::interleave_zip(channels, channels, 1);
+  const auto twice = aie::concat(a, b);
+  const auto [c, d] = aie::interleave_zip(twice, twice, 2);
+  const auto four_times = aie::concat(c, d);
+  const auto [v0, v1] = aie::interleave_zip(four_times, four_times, 4);
+  return {v0.template cast_to<int8>(), v1.template cast_to<int8>()};
+}
+
 }  // namespace tilefuse::gemm

@@ -21,3 +21,9 @@
 #define TF_PATH TF_PATH_EMULATED
 #define TF_M 64
 #include "gemm_variant.h"
+#undef TF_M
+#define TF_M 32
+#include "gemm_variant.h"
+#undef TF_M
+#define TF_M 16
+#include "gemm_variant.h"

@@ -145,6 +145,7 @@ void bind_kernels(py::module_& m) {
   m.def("reset_counts", &count::reset);
   m.def("counts", &counts);
   m.def("set_rounding", [](unsigned mode) { aie::set_rounding(static_cast<aie::rounding_mode>(mode)); });
+  m.def("hold_rounding", [](bool hold) { count::core.hold_rounding = hold; });
   m.def("get_rounding", [] { return static_cast<unsigned>(aie::get_rounding()); });
 }
 

@@ -285,11 +285,16 @@ def current_rounding_mode() -> RoundingMode:
 
 
 @contextmanager
-def rounding_mode(mode: RoundingMode) -> Iterator[None]:
-    """The mode that this thread's emulated core is in when a kernel is called; a kernel may leave another behind."""
+def rounding_mode(mode: RoundingMode, *, held: bool = False) -> Iterator[None]:
+    """The mode that this thread's emulated core is in when a kernel is called; a kernel may leave another behind.
+
+    ``held``: it can't change the mode either, which shows what would become of a kernel that sets none.
+    """
     before = _emu.get_rounding()
     _emu.set_rounding(mode)
+    _emu.hold_rounding(held)
     try:
         yield
     finally:
+        _emu.hold_rounding(False)
         _emu.set_rounding(before)

@@ -48,6 +48,7 @@ inline constexpr unsigned max_regions = 16;
 
 struct core_state {
   rounding_mode rounding = rounding_mode::floor;
+  bool hold_rounding = false;  // set_rounding does nothing: shows what becomes of a kernel that never called it
   saturation_mode saturation = saturation_mode::none;
   // regions[0] takes what is outside any named region.
   std::array<region, max_regions> regions{};
@@ -106,7 +107,9 @@ inline void reset() {
 
 }  // namespace detail::count
 
-inline void set_rounding(rounding_mode mode) { detail::count::core.rounding = mode; }
+inline void set_rounding(rounding_mode mode) {
+  if (!detail::count::core.hold_rounding) detail::count::core.rounding = mode;
+}
 [[nodiscard]] inline rounding_mode get_rounding() { return detail::count::core.rounding; }
 inline rounding_mode swap_rounding(rounding_mode mode) {
   const rounding_mode before = get_rounding();
