@@ -334,9 +334,12 @@ def test_extremes(drawn: tuple[int, int, Known], path: str, exponent: int, seed:
     x_bits = rng.integers(max(exponent - 8, 0), exponent, shape) << 7 | rng.integers(0, 128, shape)
     x = (x_bits | rng.integers(0, 2, shape) << 15).astype(np.uint16).view(BF16)
     y = run(kernel(bits, group, path, 16), x, tiles(known.layer))
-    check(y, x, Weights.of(known.layer), path)
-    if not (Weights.of(known.layer).exact()).any():
-        assert not y.any()  # equal codes and zero points are exactly nothing
+    weights = Weights.of(known.layer)
+    check(y, x, weights, path)
+    # Codes equal to their zero points are exactly nothing where the difference is taken before anything is rounded: the
+    # 8-bit mantissa path takes it of sums, and the others of products with a scale that has to have all its bits.
+    if bits == 4 or (path != "mantissa" and (np.abs(weights.s) >= LEAST_EXACT_SCALE).all()):
+        assert not y[:, (weights.q == weights.z).all(axis=0)].any()
 
 
 @given(layers(), st.sampled_from(PATHS))
