@@ -162,17 +162,17 @@ def _fold_bound(x: F64, d_a: F64, weights: Weights) -> F64:
     product that is left out (low by low), both fractions of the largest sum in a row of 8; and denormals."""
     assert weights.z is not None
     m, n = len(x), weights.q.shape[1]
+    codes = weights.q - weights.z
     bound = np.zeros((m, n))
     for first in range(0, x.shape[1], weights.group):
         rows = slice(first, first + weights.group)
-        sums = np.abs(x[:, rows] @ (weights.q - weights.z)[rows]) + d_a[:, rows] @ np.abs(weights.q - weights.z)[rows]
-        sums = np.pad(sums, ((0, 0), (0, -n % 8)))
-        largest = np.repeat(sums.reshape(m, -1, 8).max(axis=-1), 8, axis=1)[:, :n]
-        bound += (2.01 * SPLIT * largest + 2 * SMALLEST_NORMAL) * weights.s_magnitude[first]
+        scale = np.abs(weights.s[first])
+        sums = np.abs(x[:, rows] @ codes[rows]) + d_a[:, rows] @ np.abs(codes[rows])
+        largest = np.pad(sums, ((0, 0), (0, -n % 8))).reshape(m, -1, 8).max(axis=-1)
+        bound += (2.01 * SPLIT * np.repeat(largest, 8, axis=1)[:, :n] + 2 * SMALLEST_NORMAL) * scale
         if weights.bits == 8:
             row_sums = np.abs(x[:, rows].sum(axis=1, keepdims=True)) + d_a[:, rows].sum(axis=1, keepdims=True)
-            folded = (np.abs(weights.z - 128) * weights.s_magnitude)[first]
-            bound += (SPLIT * row_sums + 2 * SMALLEST_NORMAL) * folded
+            bound += (SPLIT * row_sums + 2 * SMALLEST_NORMAL) * np.abs(weights.z[first] - 128) * scale
     return bound
 
 

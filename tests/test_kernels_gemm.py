@@ -448,6 +448,9 @@ def test_documented_slots(rng: np.random.Generator, repository: Path, bits: int)
                 for (entry, region), s in regions.items():
                     counts[path, entry, region] = [s.entries, s.load, s.ldb, s.st, s.mv, s.vec, s.cycles]
     assert table(repository / "kernels" / "aie" / TABLES[bits]) == (counts, totals)
+    page = (repository / "docs" / "kernels.md").read_text()
+    for path, numbers in re.findall(rf"\| W{bits} `(\w+)` \| (\d+ \| \d+ \| \**\d+)", page):
+        assert [int(n) for n in re.findall(r"\d+", numbers)] == totals[path]
 
 
 def test_target(rng: np.random.Generator) -> None:
