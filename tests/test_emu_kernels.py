@@ -5,8 +5,12 @@ What the kernels compute is in test_kernels_gemm.py and test_kernels_gemv.py.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -110,6 +114,91 @@ def test_unknown_names() -> None:
         kernels.get("gemv_bf16_w3")
     with pytest.raises(DeviceError, match=r"no entry point 'sum'; it has '', 'zero'"):
         kernels.count(GEMV, "sum")
+    not_text: list[Any] = [None, 4, [], b"gemv"]
+    for name in not_text:
+        with pytest.raises(DtypeError, match="name of a kernel is text"):
+            kernels.get(name)
+        with pytest.raises(DeviceError, match="no entry point"):
+            kernels.count(GEMV, name)
+
+
+def test_all_kernels_run_in_one_thread_and_their_counts_stay_apart() -> None:
+    """Together they have more regions than one core counts."""
+    for _ in range(2):
+        for name in kernels.names():
+            for entry in kernels.get(name).entry_points.values():
+                entry(*(argument.copy_of(np.zeros(argument.shape)) for argument in entry.arguments))
+    acc = kernels.get(GEMM).entry_points["zero"].arguments[0].empty()
+    assert kernels.count(GEMM, "zero", acc).keys() == {"", "zero"}
+
+
+def test_threads_count_apart(rng: np.random.Generator) -> None:
+    """Each is a core of its own."""
+    entries = [kernels.get(name).entry_points[""] for name in (GEMM, GEMV, GEMM, GEMV)]
+    arrays = [[a.copy_of(rng.integers(0, 9, a.shape)) for a in entry.arguments] for entry in entries]
+    alone = [entry.count(*given) for entry, given in zip(entries, arrays, strict=True)]
+
+    def counts(i: int) -> list[dict[str, Slots]]:
+        return [entries[i].count(*arrays[i]) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(counts, range(4))) == [[slots] * 20 for slots in alone]
+
+
+def test_kernels_and_entry_points_are_pickled_by_name() -> None:
+    kernel = kernels.get(GEMV)
+    for thing in (kernel, kernel.entry_points["add"], kernel.arguments[0]):
+        assert pickle.loads(pickle.dumps(thing)) == thing
+        assert copy.deepcopy(thing) == thing
+
+
+def test_arrays_of_values_that_the_dtype_does_not_reach() -> None:
+    """`Argument.copy_of` rounds, and loses nothing else."""
+    add = kernels.get(GEMV).entry_points["add"].arguments[0]
+    codes = kernels.get(GEMV).arguments[1]
+    x = kernels.get(GEMV).entry_points["prepare"].arguments[0]
+    for values in ([1.0] * 63, 1.0, [[1.0]], np.zeros((64, 0))):
+        with pytest.raises(ShapeError, match=r"partial: values of shape \["):
+            add.copy_of(values)
+    no_numbers: list[Any] = [None, ["1"] * 64, [[1], [1, 2]], np.ones(64, complex), np.zeros(64, "M8[s]"), [None] * 64]
+    for values in no_numbers:
+        with pytest.raises(DtypeError, match="partial: "):
+            add.copy_of(values)
+    for value in (-1, 256, 0.5, np.nan, np.inf, 2**40):
+        with pytest.raises(DtypeError, match=r"w: .* is among the values, and uint8 does not reach it"):
+            codes.copy_of(np.full(codes.shape, value))
+    for value in (1e39, -3.4e38):
+        with pytest.raises(DtypeError, match=r"x: .* is among the values, and bfloat16 does not reach it"):
+            x.copy_of(np.full(x.shape, value))
+    with pytest.raises(DtypeError, match="float32 does not reach it"):
+        add.copy_of([1e39] * 64)
+    for dtype in (np.float16, np.float32, np.float64, np.int8, np.uint16, bool, ml_dtypes.bfloat16):
+        np.testing.assert_array_equal(codes.copy_of(np.ones(codes.shape, dtype)), 1)
+        np.testing.assert_array_equal(x.copy_of(np.ones(x.shape, dtype)), x.dtype.type(1))
+    assert np.isnan(x.copy_of(np.full(x.shape, np.nan))).all()
+    assert np.isinf(add.copy_of([np.inf] * 64)).all()
+
+
+def test_addresses_are_checked_as_far_as_they_can_be() -> None:
+    entry = kernels.get(GEMV).entry_points["add"]
+    with pytest.raises(ShapeError, match="1 addresses; the kernel takes 2: partial, acc"):
+        entry.call_addresses(64)
+    not_addresses: list[Any] = [0, -64, 1 << 64, 1.5, None, "64"]
+    for where in not_addresses:
+        with pytest.raises(DtypeError, match="is not an address"):
+            entry.call_addresses(64, where)
+
+
+def test_a_rounding_mode_that_no_core_has() -> None:
+    before = kernels.current_rounding_mode()
+    no_modes: list[Any] = [4, -1, 99, 1 << 40, None, "floor", []]
+    for mode in no_modes:
+        with (
+            pytest.raises(DeviceError, match=r"no rounding mode .*; it has FLOOR 0, CEIL 1"),
+            kernels.rounding_mode(mode),
+        ):
+            pass
+        assert kernels.current_rounding_mode() == before
 
 
 def test_fault_of_the_core_is_an_error_and_leaves_no_trace() -> None:
@@ -161,3 +250,17 @@ def test_rounding_mode_belongs_to_the_thread_and_is_given_back() -> None:
         seen.append(kernels.current_rounding_mode())
     expected = ["FLOOR", "CEIL", "CONV_EVEN", "FLOOR", "SYMMETRIC_INF"]
     assert [mode.name for mode in seen] == expected
+
+
+def test_a_held_mode_is_held_again_after_another_inside() -> None:
+    zero = kernels.get(GEMM).entry_points["zero"]
+    acc = zero.arguments[0].empty()
+    with kernels.rounding_mode(RoundingMode.CEIL, held=True):
+        with kernels.rounding_mode(RoundingMode.FLOOR):
+            assert kernels.current_rounding_mode() == RoundingMode.FLOOR
+            zero(acc)
+            assert kernels.current_rounding_mode() == RoundingMode.CONV_EVEN
+        zero(acc)
+        assert kernels.current_rounding_mode() == RoundingMode.CEIL
+    zero(acc)
+    assert kernels.current_rounding_mode() == RoundingMode.CONV_EVEN

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
 import struct
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,7 +94,7 @@ def test_compiles_each_kernel_with_the_stated_flags(
     assert kb.main(["--output", str(output)]) == 0
     names = [configuration.name for configuration in kb.configurations()]
     assert sorted(path.name for path in output.iterdir()) == sorted(f"{name}.o" for name in names)
-    calls = {call[call.index("-o") + 1].rpartition("/")[2].removesuffix(".partial.o"): call for call in peano.calls()}
+    calls = {call[call.index("-o") + 1].rpartition("/")[2].removesuffix(".o"): call for call in peano.calls()}
     assert calls.keys() == set(names)
     call = calls["gemv_bf16_w4g64m_mantissa_128x64"]
     # As section "make kernels" of docs/kernels.md has them.
@@ -196,3 +200,129 @@ def test_text_is_what_executes() -> None:
     assert kb.text_bytes(elf_object(1234, wide=True)) == 1234
     with pytest.raises(kb.KernelBuildError, match="ELF"):
         kb.text_bytes(b"!<arch>\n" + bytes(100))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_an_object_cut_short_anywhere_is_refused(wide: bool) -> None:
+    """Sections' headers are at its end."""
+    whole = elf_object(1234, wide=wide)
+    for length in range(len(whole) - 40):
+        with pytest.raises(kb.KernelBuildError):
+            kb.text_bytes(whole[:length])
+    far = bytearray(whole)
+    far[32:48] = b"\xff" * 16
+    with pytest.raises(kb.KernelBuildError, match="cut short"):
+        kb.text_bytes(bytes(far))
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 0", "made no object"),
+        ("kill -9 $$", r"does not compile \(exit code -9\).*\(it says nothing\)"),
+        (r"printf '\377\376 \200' >&2; exit 3", r"does not compile \(exit code 3\)"),
+        ('while [ "$1" != -o ]; do shift; done; echo garbage > "$2"', "not make a little-endian ELF object"),
+        ('while [ "$1" != -o ]; do shift; done; mkdir "$2"', "made no object"),
+        ('while [ "$1" != -o ]; do shift; done; echo > "$2"; exit 1', "does not compile"),
+    ],
+)
+def test_a_compiler_that_misbehaves(
+    peano: FakePeano, tmp_path: Path, capsys: pytest.CaptureFixture[str], script: str, message: str
+) -> None:
+    """Each kernel's failure is named, with the command, and leaves nothing behind, not even the object of before."""
+    only = ["--output", str(tmp_path / "out"), "--only", "gemv_bf16_bf16"]
+    assert kb.main(only) == 0
+    (peano.root / "bin" / "clang++").write_text(f"#!/bin/sh\n{script}\n")
+    assert kb.main(only) == 1
+    said = capsys.readouterr().err
+    assert re.search(f"gemv_bf16_bf16_elementwise_128x64:? .*{message}", said, re.DOTALL), said
+    assert "--target=aie2p-none-unknown-elf" in said
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_compiler_that_can_not_run(peano: FakePeano, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiler = peano.root / "bin" / "clang++"
+    compiler.write_bytes(b"\x7fELF of another machine")
+    assert kb.main(["--output", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert f"can't run {compiler}" in captured.err
+    compiler.chmod(0o644)
+    assert kb.main(["--output", str(tmp_path / "out")]) == 2
+    assert f"{compiler} is not executable" in capsys.readouterr().err
+
+
+def test_a_stack_usage_file_that_is_garbage_says_nothing() -> None:
+    assert kb.stack_bytes("a.cc:1:1:f\tmany\tstatic\n\ufffd\t\t\n") is None
+    assert kb.stack_bytes("") is None
+
+
+def test_an_output_that_can_not_be_written(
+    peano: FakePeano, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "out"):
+        assert kb.main(["--output", str(output)]) == 1
+        assert f"can't make the folder {output}" in capsys.readouterr().err
+    in_the_way = tmp_path / "out" / "gemv_bf16_bf16_elementwise_128x64.o"
+    in_the_way.mkdir(parents=True)
+    assert kb.main(["--output", str(tmp_path / "out"), "--only", "gemv_bf16_bf16"]) == 1
+    assert f"can't write {in_the_way}" in capsys.readouterr().err
+
+
+def test_folders_with_spaces(peano: FakePeano, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a $(place) 'of' spaces").symlink_to(peano.root)
+    monkeypatch.setenv("PEANO_INSTALL_DIR", str(tmp_path / "a $(place) 'of' spaces"))
+    output = tmp_path / "out put"
+    assert kb.main(["--output", str(output), "--only", "gemv_bf16_bf16"]) == 0
+    assert [path.name for path in output.iterdir()] == ["gemv_bf16_bf16_elementwise_128x64.o"]
+
+
+def test_jobs_are_at_least_one(peano: FakePeano, capsys: pytest.CaptureFixture[str]) -> None:
+    for jobs in ("0", "-2", "two"):
+        with pytest.raises(SystemExit):
+            kb.main(["--jobs", jobs])
+        assert "--jobs" in capsys.readouterr().err
+    assert not peano.log.exists()
+
+
+def test_another_package_of_the_name_is_no_mlir_aie(
+    peano: FakePeano, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "site" / "aie" / "utils" / "config.py").write_text("answer = 42\n")
+    assert kb.main([]) == 2
+    (tmp_path / "site" / "aie" / "utils" / "config.py").unlink()
+    assert kb.main([]) == 2
+    assert capsys.readouterr().err.count("pip install mlir_aie") == 2
+
+
+def test_runs_at_the_same_time_do_not_meet(peano: FakePeano, tmp_path: Path) -> None:
+    tools = kb.find_toolchain()
+    (tmp_path / "out").mkdir()
+    configuration = kb.configurations()[0]
+    with ThreadPoolExecutor(4) as pool:
+        sizes = list(pool.map(lambda _: kb.build(tools, configuration, tmp_path / "out"), range(24)))
+    assert sizes == [kb.Size(configuration.name, 4000, 96)] * 24
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [f"{configuration.name}.o"]
+
+
+def test_an_interrupt_ends_it_and_starts_no_more(peano: FakePeano, tmp_path: Path) -> None:
+    script = 'while [ "$1" != -o ]; do shift; done; kill -INT $PPID; sleep 0.3'
+    (peano.root / "bin" / "clang++").write_text(f"#!/bin/sh\necho >> {peano.log}\n{script}\n")
+    environment = {**os.environ, "MLIR_AIE_DIR": str(tmp_path / "mlir")}
+    command = [sys.executable, "-m", "tilefuse.kernels_build", "--output", str(tmp_path / "out"), "--jobs", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "tilefuse: interrupted\n")
+    assert peano.log.read_text().count("\n") <= 4
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_without_the_host_build_one_sentence(
+    peano: FakePeano, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tilefuse._emu", None)
+    monkeypatch.delattr("tilefuse._emu")
+    monkeypatch.delitem(sys.modules, "tilefuse.emulator.kernels")
+    monkeypatch.delattr("tilefuse.emulator.kernels")
+    assert kb.main([]) == 2
+    assert "TILEFUSE_EMULATOR=ON" in capsys.readouterr().err

@@ -3,8 +3,8 @@
     python -m tilefuse.kernels_build --output build/kernels [--only TEXT]
 
 The configurations are those of the host build (`tilefuse.emulator.kernels`): what is tested on this machine is what is
-compiled for the array. Exit code: 0; 1 when a kernel does not compile or does not fit; 2 when Peano or the aie_api
-headers are missing.
+compiled for the array. Exit code: 0; 1 when a kernel does not compile or does not fit; 2 when Peano, the aie_api
+headers or the host build are missing; 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.resources
-import importlib.util
 import os
 import shlex
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,11 +58,11 @@ MLIR_AIE_WHEEL = "mlir_aie -f https://github.com/Xilinx/mlir-aie/releases/expand
 
 
 class ToolchainError(TileFuseError, RuntimeError):
-    """Peano or the aie_api headers are not installed."""
+    """Peano or the aie_api headers are not installed, or can't be used."""
 
 
 class KernelBuildError(TileFuseError, RuntimeError):
-    """A kernel does not compile, or its object does not fit a core."""
+    """A kernel does not compile, its object does not fit a core, or can't be written."""
 
 
 @dataclass(frozen=True)
@@ -128,19 +128,28 @@ def find_toolchain() -> Toolchain:
     """
     where = os.environ.get("PEANO_INSTALL_DIR")
     candidates = [Path(where)] if where else [Path(entry) / "llvm-aie" for entry in sys.path if entry]
-    compiler = next((path for root in candidates if (path := root / "bin" / "clang++").is_file()), None)
+    # os.path, unlike Path, says no to a path that can't even be looked at.
+    compiler = next((path for root in candidates if os.path.isfile(path := root / "bin" / "clang++")), None)
     if compiler is None:
         place = f"PEANO_INSTALL_DIR={where} has no bin/clang++" if where else "llvm-aie is not installed"
         raise ToolchainError(f"no Peano, the AIE2P compiler ({place}): {_pip_install(PEANO_WHEEL)}")
-    root = os.environ.get("MLIR_AIE_DIR")
-    if not root and importlib.util.find_spec("aie") is not None:
-        root = importlib.import_module("aie.utils.config").root_path()
+    if not os.access(compiler, os.X_OK):
+        raise ToolchainError(f"{compiler} is not executable: `chmod +x` it, or {_pip_install(PEANO_WHEEL)}")
+    root = os.environ.get("MLIR_AIE_DIR") or _mlir_aie()
     if not root:
         raise ToolchainError(f"no aie_api headers, which mlir_aie brings: {_pip_install(MLIR_AIE_WHEEL)}")
     include = Path(root) / "include"
-    if not (include / "aie_api" / "aie.hpp").is_file():
+    if not os.path.isfile(include / "aie_api" / "aie.hpp"):
         raise ToolchainError(f"no aie_api/aie.hpp in {include}: {_pip_install(MLIR_AIE_WHEEL)}")
     return Toolchain(compiler, include)
+
+
+def _mlir_aie() -> str | None:
+    """Where the installed mlir_aie is. Other packages, and any folder on the path, may have the name of its module."""
+    try:
+        return str(importlib.import_module("aie.utils.config").root_path())
+    except (ImportError, AttributeError):
+        return None
 
 
 def _pip_install(wheel: str) -> str:
@@ -159,33 +168,55 @@ def build(tools: Toolchain, configuration: Configuration, output: Path) -> Size:
     """Compiles one configuration into the directory ``output``, under its own name; a failure leaves no object there.
 
     Raises:
-        KernelBuildError: The compiler fails, or the object is larger than a core's program memory.
+        KernelBuildError: The compiler fails or makes no object, the object is larger than a core's program memory, or
+            ``output`` can't be written.
+        ToolchainError: The compiler can't be run.
     """
+    name = configuration.name
     sources = Path(str(importlib.resources.files("tilefuse.kernels.aie")))
-    made = output / f"{configuration.name}.o"
-    partial = output / f"{configuration.name}.partial.o"
-    made.unlink(missing_ok=True)
-    command = compile_command(tools, sources, configuration, partial)
-    done = subprocess.run(command, capture_output=True, text=True)
+    made = output / f"{name}.o"
+    try:
+        made.unlink(missing_ok=True)
+        # A folder of its own: no other run writes there, and nothing of a failure stays.
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=output) as folder:
+            partial = Path(folder) / made.name
+            command = compile_command(tools, sources, configuration, partial)
+            _run(name, tools, command)
+            if not partial.is_file():
+                raise KernelBuildError(
+                    f"{name}: the compiler reports success and made no object\n{shlex.join(command)}"
+                )
+            try:
+                text = text_bytes(partial.read_bytes())
+            except KernelBuildError as error:
+                raise KernelBuildError(f"{name}: {error}\n{shlex.join(command)}") from None
+            if text > PROGRAM_BYTES:
+                raise KernelBuildError(
+                    f"{name}: {text} bytes of instructions, and a core holds {PROGRAM_BYTES}; "
+                    "take a smaller TF_M or keep its loops rolled"
+                )
+            usage = partial.with_suffix(".su")
+            stack = stack_bytes(usage.read_text(errors="replace")) if usage.is_file() else None
+            partial.replace(made)
+    except OSError as error:
+        raise KernelBuildError(f"{name}: can't write {error.filename or output}: {error.strerror}") from None
+    return Size(name, text, stack)
+
+
+def _run(name: str, tools: Toolchain, command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise ToolchainError(f"can't run {tools.compiler}: {error.strerror}; {_pip_install(PEANO_WHEEL)}") from None
     if done.returncode != 0:
-        raise KernelBuildError(f"{configuration.name} does not compile:\n{shlex.join(command)}\n{done.stderr.rstrip()}")
-    text = text_bytes(partial.read_bytes())
-    usage = partial.with_suffix(".su")
-    stack = stack_bytes(usage.read_text()) if usage.is_file() else None
-    usage.unlink(missing_ok=True)
-    if text > PROGRAM_BYTES:
-        partial.unlink()
-        raise KernelBuildError(
-            f"{configuration.name}: {text} bytes of instructions, and a core holds {PROGRAM_BYTES}; "
-            "take a smaller TF_M or keep its loops rolled"
-        )
-    partial.replace(made)
-    return Size(configuration.name, text, stack)
+        said = (done.stderr or done.stdout).rstrip() or "(it says nothing)"
+        raise KernelBuildError(f"{name} does not compile (exit code {done.returncode}):\n{shlex.join(command)}\n{said}")
 
 
 def stack_bytes(usage: str) -> int | None:
     """The largest frame that a compiler's stack usage file states: lines of place, bytes and kind, tabs between."""
-    frames = [int(line.split("\t")[1]) for line in usage.splitlines() if line.count("\t") >= 2]
+    fields = [line.split("\t") for line in usage.splitlines()]
+    frames = [int(line[1]) for line in fields if len(line) > 2 and line[1].isdecimal()]
     return max(frames, default=None)
 
 
@@ -198,18 +229,18 @@ def text_bytes(elf: bytes) -> int:
     if len(elf) < 52 or elf[:4] != b"\x7fELF" or elf[5] != 1:
         raise KernelBuildError("the compiler did not make a little-endian ELF object")
     wide = elf[4] == 2
-    (table,) = struct.unpack_from("<Q" if wide else "<I", elf, 40 if wide else 32)
-    entry, count = struct.unpack_from("<HH", elf, 58 if wide else 46)
-    total = 0
-    for header in range(table, table + entry * count, entry):
-        if wide:
-            (flags,) = struct.unpack_from("<Q", elf, header + 8)
-            (size,) = struct.unpack_from("<Q", elf, header + 32)
-        else:
-            (flags,) = struct.unpack_from("<I", elf, header + 8)
-            (size,) = struct.unpack_from("<I", elf, header + 20)
-        if flags & 4:  # SHF_EXECINSTR
-            total += size
+    try:
+        (table,) = struct.unpack_from("<Q" if wide else "<I", elf, 40 if wide else 32)
+        entry, count = struct.unpack_from("<HH", elf, 58 if wide else 46)
+        total = 0
+        for i in range(count):
+            header = table + i * entry
+            (flags,) = struct.unpack_from("<Q" if wide else "<I", elf, header + 8)
+            (size,) = struct.unpack_from("<Q" if wide else "<I", elf, header + (32 if wide else 20))
+            if flags & 4:  # SHF_EXECINSTR
+                total += size
+    except (struct.error, OverflowError):
+        raise KernelBuildError("the compiler made an ELF object that is cut short") from None
     return total
 
 
@@ -228,27 +259,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tilefuse.kernels_build", description="Builds the AIE2P kernels.")
     parser.add_argument("--output", type=Path, default=Path("build/kernels"), help="where the objects go")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at a time")
+    parser.add_argument("--jobs", type=_jobs, default=os.cpu_count(), help="compilers at a time")
     parser.add_argument("--only", default="", help="build the kernels whose name contains this")
     options = parser.parse_args(arguments)
     try:
-        tools = find_toolchain()
-    except ToolchainError as error:
+        return _build_all(options.output, options.jobs, options.only)
+    except (ToolchainError, ImportError) as error:
         print(f"tilefuse: {error}", file=sys.stderr)
         return 2
-    chosen = [configuration for configuration in configurations() if options.only in configuration.name]
-    if not chosen:
-        print(f"tilefuse: no kernel's name contains {options.only!r}", file=sys.stderr)
+    except KernelBuildError as error:
+        print(f"tilefuse: {error}", file=sys.stderr)
         return 1
-    options.output.mkdir(parents=True, exist_ok=True)
+    except KeyboardInterrupt:
+        print("tilefuse: interrupted", file=sys.stderr)
+        return 130
+
+
+def _jobs(text: str) -> int:
+    jobs = int(text)
+    if jobs < 1:
+        raise argparse.ArgumentTypeError(f"{jobs} compilers at a time; at least 1")
+    return jobs
+
+
+def _build_all(output: Path, jobs: int, only: str) -> int:
+    tools = find_toolchain()
+    chosen = [configuration for configuration in configurations() if only in configuration.name]
+    if not chosen:
+        raise KernelBuildError(f"no kernel's name contains {only!r}")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelBuildError(f"can't make the folder {output}: {error.strerror}") from None
 
     def attempt(configuration: Configuration) -> Size | KernelBuildError:
         try:
-            return build(tools, configuration, options.output)
+            return build(tools, configuration, output)
         except KernelBuildError as error:
             return error
 
-    with ThreadPoolExecutor(options.jobs) as pool:
+    # What interrupts the map cancels the builds that have not begun.
+    with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(attempt, chosen))
     print(report(result for result in results if isinstance(result, Size)))
     failures = [result for result in results if isinstance(result, KernelBuildError)]

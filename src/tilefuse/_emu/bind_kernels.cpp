@@ -33,10 +33,12 @@ const char* dtype_name(Dtype dtype) {
   return "";
 }
 
-// A fault becomes text instead of the end of the process; the text is empty when all went well.
+// A fault becomes text instead of the end of the process; the text is empty when all went well. Counts are of this call
+// alone: they have room for the regions of one kernel, not for those of all.
 template <typename F>
 std::string catching_faults(F&& f) {
   const py::gil_scoped_release release;
+  count::reset();
   count::core.catch_faults = true;
   count::core.fault = {};
   f();
@@ -73,7 +75,7 @@ std::vector<std::pair<const EntryPoint*, std::vector<ArgumentTuple>>> entry_poin
   return result;
 }
 
-// Regions of the last call: (name, entries, {load, ldb, st, mv, vec}); the unnamed one is what is outside the others.
+// Regions of this thread's last call: (name, entries, {load, ldb, st, mv, vec}); the unnamed one has all else.
 using Counts =
     std::vector<std::tuple<std::string, unsigned long,
                            std::tuple<unsigned long, unsigned long, unsigned long, unsigned long, unsigned long>>>;
@@ -142,10 +144,9 @@ void bind_kernels(py::module_& m) {
   m.def("kernels", &kernels, py::return_value_policy::reference);
   m.def("packed_tiles", &packed_tiles);
 
-  m.def("reset_counts", &count::reset);
   m.def("counts", &counts);
   m.def("set_rounding", [](unsigned mode) { aie::set_rounding(static_cast<aie::rounding_mode>(mode)); });
-  m.def("hold_rounding", [](bool hold) { count::core.hold_rounding = hold; });
+  m.def("hold_rounding", [](bool hold) { return std::exchange(count::core.hold_rounding, hold); });
   m.def("get_rounding", [] { return static_cast<unsigned>(aie::get_rounding()); });
 }
 

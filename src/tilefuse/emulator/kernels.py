@@ -81,9 +81,28 @@ class Argument:
         return aligned_empty(self.nbytes).view(self.dtype).reshape(self.shape)
 
     def copy_of(self, values: npt.ArrayLike) -> npt.NDArray[Any]:
-        """An array of this kind that holds ``values`` (any array of as many elements, converted to the dtype)."""
+        """An array of this kind that holds ``values``: any array of as many real numbers, rounded to the dtype.
+
+        Raises:
+            ShapeError: ``values`` has another number of elements.
+            DtypeError: It does not hold real numbers, or some that the dtype does not reach: for uint8 all that are not
+                integers from 0 to 255, for the others finite numbers that would become infinite.
+        """
+        try:
+            given = np.asarray(values)
+        except ValueError as error:
+            raise DtypeError(f"{self.name}: not an array: {error}") from None
+        if not np.can_cast(given.dtype, np.longdouble, "same_kind"):
+            raise DtypeError(f"{self.name}: values of dtype {given.dtype}; the kernel takes {self.dtype}")
+        if given.size != prod(self.shape):
+            raise ShapeError(f"{self.name}: values of shape {list(given.shape)}; the kernel takes {list(self.shape)}")
+        given = given.reshape(self.shape)
         array = self.empty()
-        array[...] = np.asarray(values).reshape(self.shape).astype(self.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            array[...] = given.astype(self.dtype)
+        lost = array != given if self.dtype == np.uint8 else np.isfinite(given) & ~np.isfinite(array)
+        if lost.any():
+            raise DtypeError(f"{self.name}: {given[lost][0]} is among the values, and {self.dtype} does not reach it")
         return array
 
     def check(self, entry: str, array: npt.NDArray[Any]) -> None:
@@ -162,7 +181,17 @@ class EntryPoint:
         self.call_addresses(*(address(array) for array in arrays))
 
     def call_addresses(self, *addresses: int) -> None:
-        """Runs it on memory that the caller vouches for: `Argument.nbytes` bytes at each address."""
+        """Runs it on memory that the caller vouches for: `Argument.nbytes` bytes at each address.
+
+        Raises:
+            ShapeError: There are more or fewer addresses than `arguments`.
+            DtypeError: One is not an integer above 0 that fits a pointer.
+            DeviceError: See `__call__`.
+        """
+        self._check_number(addresses, "addresses")
+        for argument, where in zip(self.arguments, addresses, strict=True):
+            if not isinstance(where, int | np.integer) or not 0 < where <= np.iinfo(np.uintp).max:
+                raise DtypeError(f"{self.name}: {argument.name}: {where!r} is not an address")
         fault = self._native.call(*addresses)
         if fault:
             raise DeviceError(f"{self.name}: {fault}")
@@ -172,17 +201,19 @@ class EntryPoint:
 
         Regions are what the sources name with ``TF_REGION``; ``""`` is all that is in none of them.
         """
-        self._check(arrays)
-        _emu.reset_counts()
-        self.call_addresses(*(address(array) for array in arrays))
-        regions = {name: Slots(*slots, entries=entries) for name, entries, slots in _emu.counts()}
-        _emu.reset_counts()
-        return regions
+        self(*arrays)
+        return {name: Slots(*slots, entries=entries) for name, entries, slots in _emu.counts()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _entry_point, (self.kernel, self.stem)
+
+    def _check_number(self, given: tuple[Any, ...], what: str) -> None:
+        if len(given) != len(self.arguments):
+            names = ", ".join(argument.name for argument in self.arguments)
+            raise ShapeError(f"{self.name}: {len(given)} {what}; the kernel takes {len(self.arguments)}: {names}")
 
     def _check(self, arrays: tuple[npt.NDArray[Any], ...]) -> None:
-        if len(arrays) != len(self.arguments):
-            names = ", ".join(argument.name for argument in self.arguments)
-            raise ShapeError(f"{self.name}: {len(arrays)} arrays; the kernel takes {len(self.arguments)}: {names}")
+        self._check_number(arrays, "arrays")
         for argument, array in zip(self.arguments, arrays, strict=True):
             argument.check(self.name, array)
         for i, argument in enumerate(self.arguments):
@@ -242,6 +273,9 @@ class HostKernel:
         """Runs the main entry point (see `EntryPoint.__call__`)."""
         self.entry_points[""](*arrays)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return get, (self.name,)
+
 
 @cache
 def _kernels() -> Mapping[str, HostKernel]:
@@ -262,7 +296,10 @@ def get(name: str) -> HostKernel:
 
     Raises:
         DeviceError: There is none.
+        DtypeError: ``name`` is not text.
     """
+    if not isinstance(name, str):
+        raise DtypeError(f"the name of a kernel is text, not a {type(name).__name__} (see kernels.names())")
     try:
         return _kernels()[name]
     except KeyError:
@@ -273,10 +310,14 @@ def get(name: str) -> HostKernel:
 
 def count(name: str, entry: str, *arrays: npt.NDArray[Any]) -> dict[str, Slots]:
     """Runs entry point ``entry`` (``""``: the main one) of kernel ``name``; see `EntryPoint.count`."""
+    return _entry_point(name, entry).count(*arrays)
+
+
+def _entry_point(name: str, entry: str) -> EntryPoint:
     entry_points = get(name).entry_points
-    if entry not in entry_points:
-        raise DeviceError(f"{name} has no entry point '{entry}'; it has {', '.join(map(repr, entry_points))}")
-    return entry_points[entry].count(*arrays)
+    if not isinstance(entry, str) or entry not in entry_points:
+        raise DeviceError(f"{name} has no entry point {entry!r}; it has {', '.join(map(repr, entry_points))}")
+    return entry_points[entry]
 
 
 def current_rounding_mode() -> RoundingMode:
@@ -289,12 +330,22 @@ def rounding_mode(mode: RoundingMode, *, held: bool = False) -> Iterator[None]:
     """The mode that this thread's emulated core is in when a kernel is called; a kernel may leave another behind.
 
     ``held``: it can't change the mode either, which shows what would become of a kernel that sets none.
+
+    Raises:
+        DeviceError: A core has no such mode.
     """
+    try:
+        wanted = RoundingMode(mode)
+    except ValueError:
+        modes = ", ".join(f"{known.name} {known.value}" for known in RoundingMode)
+        raise DeviceError(f"a core has no rounding mode {mode!r}; it has {modes}") from None
+    held_before = _emu.hold_rounding(False)
     before = _emu.get_rounding()
-    _emu.set_rounding(mode)
+    _emu.set_rounding(wanted)
     _emu.hold_rounding(held)
     try:
         yield
     finally:
         _emu.hold_rounding(False)
         _emu.set_rounding(before)
+        _emu.hold_rounding(held_before)
