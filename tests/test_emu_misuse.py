@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tilefuse import kernels_build
+
 PROGRAM = """
 #include <aie_api/aie.hpp>
 using namespace aie;
@@ -162,3 +164,14 @@ def test_wrong_configuration_does_not_compile(case: str, compiler: list[str], re
         command = [*compiler, *defines, str(repository / "kernels" / "aie" / source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode == 0) == expected, f"{macro}: {done.stderr}"
+
+
+def test_macros_of_a_build_are_all_that_a_source_needs(compiler: list[str], repository: Path) -> None:
+    # A host unit defines every macro; `make kernels` defines those of the configuration.
+    chosen = {(c.source, c.macros["TF_PATH"]): c for c in kernels_build.configurations()}
+    assert {source for source, _ in chosen} == {path.name for path in (repository / "kernels" / "aie").glob("*.cc")}
+    for configuration in chosen.values():
+        defines = [f"-D{name}={value}" for name, value in configuration.macros.items()]
+        command = [*compiler, *defines, str(repository / "kernels" / "aie" / configuration.source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{configuration.name}: {done.stderr}"

@@ -59,9 +59,10 @@
 #define TF_KERNEL(stem) TF_SUFFIXED(TF_NAME, _##stem)
 #define TF_NAMESPACE TF_SUFFIXED(TF_NAME, _impl)
 
-#define TF_CHECK_WEIGHTS                                                                                            \
-  static_assert(TF_BITS == 4 || TF_BITS == 8 || TF_BITS == 16, "TF_BITS is 4, 8 or 16");                            \
-  static_assert(TF_BITS == 16 || TF_GROUP == 32 || TF_GROUP == 64 || TF_GROUP == 128, "TF_GROUP is 32, 64 or 128"); \
-  static_assert(TF_MINIMA == 0 || (TF_MINIMA == 1 && TF_BITS != 16), "TF_MINIMA is 0 or 1");                        \
+#define TF_CHECK_WEIGHTS                                                                     \
+  static_assert(TF_BITS == 4 || TF_BITS == 8 || TF_BITS == 16, "TF_BITS is 4, 8 or 16");     \
+  static_assert(TF_MINIMA == 0 || (TF_MINIMA == 1 && TF_BITS != 16), "TF_MINIMA is 0 or 1"); \
   static_assert(TF_PATH >= TF_PATH_EMULATED && TF_PATH <= TF_PATH_ELEMENTWISE, "TF_PATH is one of TF_PATH_*")
+// Apart from the above: a build of unquantised weights need not define TF_GROUP.
+#define TF_CHECK_GROUP static_assert(TF_GROUP == 32 || TF_GROUP == 64 || TF_GROUP == 128, "TF_GROUP is 32, 64 or 128")
 #define TF_CHECK_ROWS static_assert(TF_M >= 8 && TF_M <= 64 && TF_M % 8 == 0, "TF_M is a multiple of 8 up to 64")

@@ -156,7 +156,7 @@ class MantissaTile {
   template <bool FoldZeros>
   static void multiply_band(const bfloat16* a, const uint8_t* w, const uint8_t* scratch, float* acc) {
     const v64bfp16ebs8 minus_one = minus_identity();
-    TF_LOOP_RANGE(2, 8)
+    TF_LOOP_RANGE(1, 8)
     for (unsigned m = 0; m < M / 8; ++m) {
       TF_LOOP_RANGE(1, 4)
       for (unsigned group = 0; group < Tile::groups; ++group) {

@@ -16,6 +16,7 @@
 
 #define TF_BITS 8
 TF_CHECK_WEIGHTS;
+TF_CHECK_GROUP;
 
 #if TF_PATH == TF_PATH_ELEMENTWISE
 #define TF_GEMV tilefuse::gemv::Elementwise<TF_BITS, TF_GROUP, TF_MINIMA>
