@@ -121,6 +121,26 @@ def emulated_scratch(w: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return blocks(w).swapaxes(-1, -2).reshape(-1)
 
 
+def held_weights(weights: Weights, path: str) -> F64:
+    """What the path multiplies with, [K, N] for whole tiles: the weights rounded as they become operands."""
+    w = weights.exact()
+    if path == "mantissa":
+        return w
+    if path == "emulated":
+        w = w.astype(ml_dtypes.bfloat16).astype(np.float64)
+    mantissas, exponents = operands(w.T.reshape(w.shape[1], -1, 8))
+    return (mantissas * np.ldexp(1.0, exponents - 133)[..., None]).reshape(w.shape[1], -1).T
+
+
+def addition_bound(x: F64, weights: Weights, path: str) -> F64:
+    """How far a kernel may be from ``x @ held_weights`` where every activation is exact as an operand: what is left of
+    `error_bound` is the additions and, in the mantissa path, the fold."""
+    tiles = x.shape[1] // KT
+    mass = weights.code_mass() if path == "mantissa" else np.abs(held_weights(weights, path))
+    bound = 24 * tiles * FP32_ROUNDOFF * (np.abs(x) @ mass)
+    return bound + _fold_bound(x, np.zeros_like(x), weights) if path == "mantissa" else bound
+
+
 def error_bound(x: F64, weights: F64 | Weights, path: str) -> F64:
     """How far a kernel's fp32 result may be from ``x @ exact``, [M, N].
 
