@@ -32,8 +32,8 @@ alignas(64) inline constexpr int8 kMinusIdentity[64] = {
     -64, 0, 0, 0, 0,   0, 0, 0, 0, -64, 0, 0, 0, 0,   0, 0, 0, 0, -64, 0, 0, 0, 0,   0, 0, 0, 0, -64, 0, 0, 0, 0,
     0,   0, 0, 0, -64, 0, 0, 0, 0, 0,   0, 0, 0, -64, 0, 0, 0, 0, 0,   0, 0, 0, -64, 0, 0, 0, 0, 0,   0, 0, 0, -64};
 
-inline Bf16s identity() { return aie::load_v<64>(kIdentity).template cast_to<bfloat16>(); }
-inline v64bfp16ebs8 minus_identity() {
+TF_INLINE Bf16s identity() { return aie::load_v<64>(kIdentity).template cast_to<bfloat16>(); }
+TF_INLINE v64bfp16ebs8 minus_identity() {
   return v64bfp16ebs8{Codes(aie::load_v<64>(kMinusIdentity)).to_native(), exponents(127)};
 }
 
@@ -41,7 +41,7 @@ inline v64bfp16ebs8 minus_identity() {
 struct Split {
   Operand high, low;
 };
-inline Split split(const Accum& value, const v64bfp16ebs8& minus_one) {
+TF_INLINE Split split(const Accum& value, const v64bfp16ebs8& minus_one) {
   Split parts;
   parts.high = value.template to_vector<bfp16ebs8>();
   const Accum rest = mac_8x8_8x8T(parts.high, minus_one, value);
@@ -50,10 +50,10 @@ inline Split split(const Accum& value, const v64bfp16ebs8& minus_one) {
 }
 
 // 8 values of the output channels of a block, 16-byte aligned, in each of 8 rows.
-inline Bf16s rows_of(const bfloat16* channels) { return aie::load_v<8>(channels).template grow_replicate<64>(); }
+TF_INLINE Bf16s rows_of(const bfloat16* channels) { return aie::load_v<8>(channels).template grow_replicate<64>(); }
 
 // The diagonal matrix of 8 scales.
-inline Split scale_matrix(const Bf16s& scale_rows, const Bf16s& one, const v64bfp16ebs8& minus_one) {
+TF_INLINE Split scale_matrix(const Bf16s& scale_rows, const Bf16s& one, const v64bfp16ebs8& minus_one) {
   return split(aie::mul(scale_rows, one), minus_one);
 }
 
@@ -72,13 +72,13 @@ template <unsigned Bits, bool Minima, Order order>
 class Dequantiser {
  public:
   // Zero points beside their codes.
-  Dequantiser(const bfloat16* scales, const Codes& zeros, const Bf16s& one, const v64bfp16ebs8& minus_one)
+  TF_INLINE Dequantiser(const bfloat16* scales, const Codes& zeros, const Bf16s& one, const v64bfp16ebs8& minus_one)
     requires kCentresCodes<Bits, Minima>
       : matrix_(scale_matrix(rows_of(scales), one, minus_one)), zeros_(zeros) {}
 
   // `offset`: the channels' zero points less kCodeOffset, or their minima.
-  Dequantiser(const bfloat16* scales, const aie::vector<bfloat16, 8>& offset, const Bf16s& one,
-              const v64bfp16ebs8& minus_one)
+  TF_INLINE Dequantiser(const bfloat16* scales, const aie::vector<bfloat16, 8>& offset, const Bf16s& one,
+                        const v64bfp16ebs8& minus_one)
     requires(!kCentresCodes<Bits, Minima>)
   {
     const Bf16s rows = rows_of(scales);
@@ -93,7 +93,7 @@ class Dequantiser {
   }
 
   // A block's weights from its codes.
-  Accum operator()(const Codes& codes) const {
+  TF_INLINE Accum operator()(const Codes& codes) const {
     if constexpr (kCentresCodes<Bits, Minima>) {
       return scaled(aie::sub(codes, zeros_));
     } else {
@@ -108,7 +108,7 @@ class Dequantiser {
   }
 
  private:
-  Accum scaled(const Codes& codes) const {
+  TF_INLINE Accum scaled(const Codes& codes) const {
     const v64bfp16ebs8 q = as_operand(aie::transpose(codes, 8, 8));
     Accum w;
     if constexpr (order == Order::kInputRows) {
@@ -128,7 +128,7 @@ class Dequantiser {
 
 // What the constructor takes, for two blocks of output channels.
 template <class Tile, unsigned Bits, bool Minima>
-inline auto load_offsets(const uint8_t* w, unsigned group, unsigned pair, const Codes& mid) {
+TF_INLINE auto load_offsets(const uint8_t* w, unsigned group, unsigned pair, const Codes& mid) {
   const uint8_t* zeros = w + Tile::zero_offset + (group * kNt + pair * 16) * Tile::zero_bytes;
   if constexpr (kCentresCodes<Bits, Minima>) {
     return repeat_8(aie::vector<uint8, 16>(aie::load_v<16>(zeros)));
@@ -146,7 +146,7 @@ inline auto load_offsets(const uint8_t* w, unsigned group, unsigned pair, const 
 // Every block of a tile, dequantised, as emit(weights): two blocks of output channels at a time, all input channels
 // of the first before the next, which is the order that the multiplication reads in.
 template <class Tile, unsigned Bits, bool Minima, Order order, class Emit>
-inline void dequantise_tile(const uint8_t* w, Emit&& emit) {
+TF_INLINE void dequantise_tile(const uint8_t* w, Emit&& emit) {
   const Bf16s one = identity();
   const v64bfp16ebs8 minus_one = minus_identity();
   const Codes mid = midpoint<Bits>();

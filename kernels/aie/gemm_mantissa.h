@@ -46,13 +46,13 @@ class MantissaTile {
  public:
   static constexpr unsigned scratch_bytes = kMarkOffset + (Bits == 8 ? 64 : 0);
 
-  static void prepare(const uint8_t* w, uint8_t* scratch) {
+  static TF_INLINE void prepare(const uint8_t* w, uint8_t* scratch) {
     prepare_mantissas(w, scratch);
     prepare_matrices(w, scratch);
     if constexpr (Bits == 8) prepare_zeros(w, scratch);
   }
 
-  static void multiply(const bfloat16* a, const uint8_t* w, const uint8_t* scratch, float* acc) {
+  static TF_INLINE void multiply(const bfloat16* a, const uint8_t* w, const uint8_t* scratch, float* acc) {
     if constexpr (Bits == 8) {
       if (scratch[kMarkOffset] != 0) {
         multiply_band<true>(a, w, scratch, acc);
@@ -63,20 +63,20 @@ class MantissaTile {
   }
 
  private:
-  static uint8_t* zeros_at(uint8_t* scratch, unsigned group, unsigned quad) {
+  static TF_INLINE uint8_t* zeros_at(uint8_t* scratch, unsigned group, unsigned quad) {
     return scratch + kZeroOffset + (group * kQuads + quad) * kZeroBytes;
   }
-  static const int8* zeros_at(const uint8_t* scratch, unsigned group, unsigned quad) {
+  static TF_INLINE const int8* zeros_at(const uint8_t* scratch, unsigned group, unsigned quad) {
     return reinterpret_cast<const int8*>(scratch + kZeroOffset + (group * kQuads + quad) * kZeroBytes);
   }
 
   // What is subtracted from the codes of a block: their zero points, or nothing more than load_pair did.
-  static Codes centred(const Codes& codes, const Codes& zeros) {
+  static TF_INLINE Codes centred(const Codes& codes, const Codes& zeros) {
     if constexpr (Bits == 4) return aie::sub(codes, zeros);
     return codes;
   }
 
-  static void prepare_mantissas(const uint8_t* w, uint8_t* scratch) {
+  static TF_INLINE void prepare_mantissas(const uint8_t* w, uint8_t* scratch) {
     const Codes mid = midpoint<Bits>();
     TF_LOOP_RANGE(1, 4)
     for (unsigned group = 0; group < Tile::groups; ++group) {
@@ -105,7 +105,7 @@ class MantissaTile {
     }
   }
 
-  static void prepare_matrices(const uint8_t* w, uint8_t* scratch) {
+  static TF_INLINE void prepare_matrices(const uint8_t* w, uint8_t* scratch) {
     const Bf16s one = identity();
     const v64bfp16ebs8 minus_one = minus_identity();
     const auto* scales = reinterpret_cast<const bfloat16*>(w + Tile::scale_offset);
@@ -122,7 +122,7 @@ class MantissaTile {
   }
 
   // B operands that are z - 128 for the first input channel of a block and 0 for the others.
-  static void prepare_zeros(const uint8_t* w, uint8_t* scratch) {
+  static TF_INLINE void prepare_zeros(const uint8_t* w, uint8_t* scratch) {
     const Codes nothing = aie::zeros<int8, 64>();
     uint32_t differing = 0;
     TF_LOOP_RANGE(1, 4)
@@ -197,8 +197,8 @@ class MantissaTile {
   }
 
   // Activations times four blocks of weights, over a group: two of mantissas and two of codes.
-  static std::array<Accum, 4> group_sums(const bfloat16* a, const uint8_t* mantissas, const uint8_t* codes,
-                                         const int8* zeros) {
+  static TF_INLINE std::array<Accum, 4> group_sums(const bfloat16* a, const uint8_t* mantissas, const uint8_t* codes,
+                                                   const int8* zeros) {
     const Codes mid = midpoint<Bits>();
     Codes z2, z3;
     if constexpr (Bits == 4) {
@@ -235,7 +235,7 @@ class MantissaTile {
   // Minus the sum of each row of activations over a group, as the multiplier sees them, in all 8 columns. Two chains,
   // so that a product depends on the last but one; one widens by conversion and one by a product with 1, to share the
   // work between two slots.
-  static Accum minus_row_sums(const bfloat16* a) {
+  static TF_INLINE Accum minus_row_sums(const bfloat16* a) {
     const v64bfp16ebs8 minus_ones{Codes(aie::broadcast<int8, 64>(int8(-1))).to_native(), exponents(int8(133))};
     const Bf16s ones = aie::broadcast<bfloat16, 64>(bfloat16(1.0f));
     Accum even = aie::zeros<accfloat, 64>();

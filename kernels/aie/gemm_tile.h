@@ -22,7 +22,7 @@ namespace tilefuse::gemm {
 inline constexpr unsigned kPairs = kNBlocks / 2;
 
 // A block of activations as an operand. Two halves, so that no accumulator is written in part.
-inline Operand to_operand(const bfloat16* a) {
+TF_INLINE Operand to_operand(const bfloat16* a) {
   const Accum wide =
       aie::concat(aie::accum<accfloat, 32>(aie::load_v<32>(a)), aie::accum<accfloat, 32>(aie::load_v<32>(a + 32)));
   return wide.template to_vector<bfp16ebs8>();
@@ -39,15 +39,15 @@ class Bfp16Tile {
 
   class Writer {
    public:
-    explicit Writer(uint8_t* scratch) : out_(reinterpret_cast<bfp16ebs8*>(scratch)) {}
-    void operator()(const Accum& weights) { out_.push(weights.template to_vector<bfp16ebs8>()); }
-    void operator()(const Bf16s& weights) { (*this)(Accum(weights)); }
+    TF_INLINE explicit Writer(uint8_t* scratch) : out_(reinterpret_cast<bfp16ebs8*>(scratch)) {}
+    TF_INLINE void operator()(const Accum& weights) { out_.push(weights.template to_vector<bfp16ebs8>()); }
+    TF_INLINE void operator()(const Bf16s& weights) { (*this)(Accum(weights)); }
 
    private:
     aie::block_vector_output_buffer_stream<bfp16ebs8, 64> out_;
   };
 
-  static void multiply(const bfloat16* a, const uint8_t* scratch, float* acc) {
+  static TF_INLINE void multiply(const bfloat16* a, const uint8_t* scratch, float* acc) {
     TF_LOOP_RANGE(1, 4)
     for (unsigned m = 0; m < M / 8; m += 2) {
       const bfloat16* rows = a + m * kKBlocks * 64;
@@ -99,9 +99,9 @@ class EmulatedTile {
 
   class Writer {
    public:
-    explicit Writer(uint8_t* scratch) : out_(reinterpret_cast<bfloat16*>(scratch)) {}
-    void operator()(const Accum& weights) { (*this)(weights.template to_vector<bfloat16>()); }
-    void operator()(const Bf16s& weights) {
+    TF_INLINE explicit Writer(uint8_t* scratch) : out_(reinterpret_cast<bfloat16*>(scratch)) {}
+    TF_INLINE void operator()(const Accum& weights) { (*this)(weights.template to_vector<bfloat16>()); }
+    TF_INLINE void operator()(const Bf16s& weights) {
       aie::store_v(out_, weights);
       out_ += 64;
     }
@@ -110,7 +110,7 @@ class EmulatedTile {
     bfloat16* out_;
   };
 
-  static void multiply(const bfloat16* a, const uint8_t* scratch, float* acc) {
+  static TF_INLINE void multiply(const bfloat16* a, const uint8_t* scratch, float* acc) {
     TF_LOOP_RANGE(1, 4)
     for (unsigned m = 0; m < M / 8; m += 2) {
       const bfloat16* rows = a + m * kKBlocks * 64;
@@ -154,10 +154,10 @@ struct Dequantised {
   using Tile = PackedTile<Bits, Group, Minima>;
   static constexpr unsigned scratch_bytes = Inner::scratch_bytes;
 
-  static void prepare(const uint8_t* w, uint8_t* scratch) {
+  static TF_INLINE void prepare(const uint8_t* w, uint8_t* scratch) {
     dequantise_tile<Tile, Bits, Minima, Inner::order>(w, typename Inner::Writer(scratch));
   }
-  static void multiply(const bfloat16* a, const uint8_t*, const uint8_t* scratch, float* acc) {
+  static TF_INLINE void multiply(const bfloat16* a, const uint8_t*, const uint8_t* scratch, float* acc) {
     Inner::multiply(a, scratch, acc);
   }
 };
@@ -167,7 +167,7 @@ template <class Inner>
 struct Unquantized {
   static constexpr unsigned scratch_bytes = Inner::scratch_bytes;
 
-  static void prepare(const uint8_t* w, uint8_t* scratch) {
+  static TF_INLINE void prepare(const uint8_t* w, uint8_t* scratch) {
     typename Inner::Writer emit(scratch);
     TF_LOOP_RANGE(4, 4)
     for (unsigned pair = 0; pair < kPairs; ++pair) {
@@ -181,12 +181,12 @@ struct Unquantized {
       }
     }
   }
-  static void multiply(const bfloat16* a, const uint8_t*, const uint8_t* scratch, float* acc) {
+  static TF_INLINE void multiply(const bfloat16* a, const uint8_t*, const uint8_t* scratch, float* acc) {
     Inner::multiply(a, scratch, acc);
   }
 
  private:
-  static Bf16s load(const bfloat16* block) {
+  static TF_INLINE Bf16s load(const bfloat16* block) {
     const Bf16s weights = aie::load_v<64>(block);
     if constexpr (Inner::order == Order::kOutputRows)
       return weights;

@@ -7,6 +7,7 @@
 #include <aie_api/aie.hpp>
 #include <array>
 
+#include "loops.h"
 #include "packed_tile.h"
 
 namespace tilefuse::gemm {
@@ -15,10 +16,10 @@ using Bytes = aie::vector<uint8, 64>;
 using Codes = aie::vector<int8, 64>;  // one block
 using CodePair = std::array<Codes, 2>;
 
-inline v8int8 exponents(int8 value) { return v8int8{value, value, value, value, value, value, value, value}; }
+TF_INLINE v8int8 exponents(int8 value) { return v8int8{value, value, value, value, value, value, value, value}; }
 
 // Integers -128 to 127 as an operand of the multiplier.
-inline v64bfp16ebs8 as_operand(const Codes& codes) {
+TF_INLINE v64bfp16ebs8 as_operand(const Codes& codes) {
   return v64bfp16ebs8{codes.to_native(), exponents(static_cast<int8>(133))};
 }
 
@@ -28,7 +29,7 @@ inline constexpr int kCodeOffset = Bits == 8 ? 128 : 0;
 
 // Codes, less kCodeOffset, of two blocks that follow one another; `midpoint` is midpoint<Bits>(), kept in a register.
 template <unsigned Bits>
-inline CodePair load_pair(const uint8_t* w, const Codes& midpoint) {
+TF_INLINE CodePair load_pair(const uint8_t* w, const Codes& midpoint) {
   if constexpr (Bits == 4) {
     const aie::vector<uint8, 128> both = aie::load_v<64>(w).template cast_to<uint4>().unpack();
     return {both.template extract<64>(0).template cast_to<int8>(),
@@ -41,14 +42,14 @@ inline CodePair load_pair(const uint8_t* w, const Codes& midpoint) {
 }
 
 template <unsigned Bits>
-inline Codes midpoint() {
+TF_INLINE Codes midpoint() {
   if constexpr (Bits == 8) return aie::broadcast<int8, 64>(int8(-128));
   return Codes();
 }
 
 // A byte for each of 64 output channels -> for each block of 8 of them, every byte 8 times in a row: what belongs to a
 // channel, beside its 8 codes.
-inline std::array<Bytes, 8> repeat_8(const Bytes& channels) {
+TF_INLINE std::array<Bytes, 8> repeat_8(const Bytes& channels) {
   const auto [a, b] = aie::interleave_zip(channels, channels, 1);
   const auto [a0, a1] = aie::interleave_zip(a, a, 2);
   const auto [b0, b1] = aie::interleave_zip(b, b, 2);
@@ -60,7 +61,7 @@ inline std::array<Bytes, 8> repeat_8(const Bytes& channels) {
 }
 
 // The same for 16 output channels.
-inline CodePair repeat_8(const aie::vector<uint8, 16>& channels) {
+TF_INLINE CodePair repeat_8(const aie::vector<uint8, 16>& channels) {
   const auto [a, b] = aie::interleave_zip(channels, channels, 1);
   const auto twice = aie::concat(a, b);
   const auto [c, d] = aie::interleave_zip(twice, twice, 2);
