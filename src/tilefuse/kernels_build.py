@@ -175,21 +175,23 @@ def build(tools: Toolchain, configuration: Configuration, output: Path) -> Size:
     name = configuration.name
     sources = Path(str(importlib.resources.files("tilefuse.kernels.aie")))
     made = output / f"{name}.o"
+    # For messages: the command to try again by hand.
+    command = shlex.join(compile_command(tools, sources, configuration, made))
     try:
         made.unlink(missing_ok=True)
         # A folder of its own: no other run writes there, and nothing of a failure stays.
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=output) as folder:
             partial = Path(folder) / made.name
-            command = compile_command(tools, sources, configuration, partial)
-            _run(name, tools, command)
+            done = _run(compile_command(tools, sources, configuration, partial))
+            if done.returncode != 0:
+                said = (done.stderr or done.stdout).rstrip() or "(it says nothing)"
+                raise KernelBuildError(f"{name} does not compile (exit code {done.returncode}):\n{command}\n{said}")
             if not partial.is_file():
-                raise KernelBuildError(
-                    f"{name}: the compiler reports success and made no object\n{shlex.join(command)}"
-                )
+                raise KernelBuildError(f"{name}: the compiler reports success and made no object:\n{command}")
             try:
                 text = text_bytes(partial.read_bytes())
             except KernelBuildError as error:
-                raise KernelBuildError(f"{name}: {error}\n{shlex.join(command)}") from None
+                raise KernelBuildError(f"{name}: {error}:\n{command}") from None
             if text > PROGRAM_BYTES:
                 raise KernelBuildError(
                     f"{name}: {text} bytes of instructions, and a core holds {PROGRAM_BYTES}; "
@@ -203,14 +205,11 @@ def build(tools: Toolchain, configuration: Configuration, output: Path) -> Size:
     return Size(name, text, stack)
 
 
-def _run(name: str, tools: Toolchain, command: list[str]) -> None:
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     except OSError as error:
-        raise ToolchainError(f"can't run {tools.compiler}: {error.strerror}; {_pip_install(PEANO_WHEEL)}") from None
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).rstrip() or "(it says nothing)"
-        raise KernelBuildError(f"{name} does not compile (exit code {done.returncode}):\n{shlex.join(command)}\n{said}")
+        raise ToolchainError(f"can't run {command[0]}: {error.strerror}; {_pip_install(PEANO_WHEEL)}") from None
 
 
 def stack_bytes(usage: str) -> int | None:
