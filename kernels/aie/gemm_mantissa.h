@@ -154,7 +154,7 @@ class MantissaTile {
   }
 
   template <bool FoldZeros>
-  static void multiply_band(const bfloat16* a, const uint8_t* w, const uint8_t* scratch, float* acc) {
+  static TF_INLINE void multiply_band(const bfloat16* a, const uint8_t* w, const uint8_t* scratch, float* acc) {
     const v64bfp16ebs8 minus_one = minus_identity();
     TF_LOOP_RANGE(1, 8)
     for (unsigned m = 0; m < M / 8; ++m) {
