@@ -437,6 +437,7 @@ BAD_CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("float64", lambda f, x, w: f(x.astype(np.float64), w), tf.errors.DtypeError, "x is float64"),
     ("int", lambda f, x, w: f(x.astype(np.int32), w), tf.errors.DtypeError, "x is int32"),
     ("list", lambda f, x, w: f([[1.0]], w), tf.errors.DtypeError, "x is a list"),
+    ("masked", lambda f, x, w: f(np.ma.masked_less(x, 0), w), tf.errors.DtypeError, "masked array"),
     ("big-endian", lambda f, x, w: f(x.astype(">f4"), w), tf.errors.DtypeError, "x is >f4"),
     ("layer", lambda f, x, w: f(x, x), tf.errors.DtypeError, "layer is a ndarray"),
     ("K", lambda f, x, w: f(x[:, :-1], w), tf.errors.ShapeError, "K = 64"),

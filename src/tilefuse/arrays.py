@@ -105,6 +105,8 @@ def view_rows(x: Any, argument: str, *, copy: bool = True) -> FloatArray | None:
         DtypeError: Not an array of a float type that is taken, or not in CPU memory.
     """
     if isinstance(x, np.ndarray):
+        if isinstance(x, np.ma.MaskedArray):
+            raise DtypeError(f"{argument} is a masked array, whose mask would be lost: pass {argument}.filled(0)")
         kind = _FROM_NUMPY.get(x.dtype)
         if kind is None:
             raise DtypeError(f"{argument} is {x.dtype}: pass {_TAKEN}")

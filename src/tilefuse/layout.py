@@ -115,6 +115,11 @@ class Layout:
         if self.group < 1:
             raise LayoutError(f"group = {self.group}: must be at least 1 (K for per-channel scales)")
         if self.tile_group < MIN_TILE_GROUP:
+            if self.group >= self.k or math.gcd(self.group, KT) >= MIN_TILE_GROUP:  # K is to blame, not the group
+                raise LayoutError(
+                    f"K = {self.k} with minima: a minimum can't be cancelled in rows that pad a group, so K must be a "
+                    f"multiple of {MIN_TILE_GROUP}; requantise with zero points"
+                )
             raise LayoutError(
                 f"group size {self.group} with K = {self.k}: its largest common group with a tile of {KT} is "
                 f"{self.tile_group}, and at least {MIN_TILE_GROUP} is needed; requantise with a group size that is a "
