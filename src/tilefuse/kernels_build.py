@@ -173,7 +173,8 @@ def build(tools: Toolchain, configuration: Configuration, output: Path) -> Size:
         ToolchainError: The compiler can't be run.
     """
     name = configuration.name
-    sources = Path(str(importlib.resources.files("tilefuse.kernels.aie")))
+    # By way of a file: an installed folder without __init__.py is no path to importlib, only what it holds is.
+    sources = Path(str(importlib.resources.files("tilefuse.kernels.aie") / "config.h")).parent
     made = output / f"{name}.o"
     # For messages: the command to try again by hand.
     command = shlex.join(compile_command(tools, sources, configuration, made))
