@@ -71,8 +71,8 @@ def pack(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint: a folder or one safetensors file.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The packed file to write.")],
     columns: Annotated[int, typer.Option(help="Columns of the array, 1 to 8.")] = DEFAULT_COLUMNS,
-    include: Annotated[list[str] | None, typer.Option(help="Pattern of layers to pack; may be repeated.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave out.")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="Layers to pack, as in '*.mlp.*'; may be repeated.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Layers to leave out; may be repeated.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on from an interrupted run.")] = True,
 ) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from tilefuse.errors import LayoutError
 from tilefuse.formats import LinearInfo, open_checkpoint
 from tilefuse.formats.safetensors_map import MappedFile
-from tilefuse.layout import Layout, ZeroKind
-from tilefuse.storage import FORMAT, LayerSpec, PackedFile
+from tilefuse.layout import FORMAT, Layout, ZeroKind
+from tilefuse.storage import LayerSpec, PackedFile
 
 
 @dataclass(frozen=True)

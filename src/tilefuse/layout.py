@@ -25,6 +25,9 @@ from numbers import Integral
 
 from tilefuse.errors import LayoutError
 
+FORMAT = "tilefuse-packed"
+"""Value of ``format`` in the metadata of a packed file."""
+
 FORMAT_VERSION = 1
 """Bumped whenever the meaning of a packed byte changes; a file of another version is refused."""
 

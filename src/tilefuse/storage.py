@@ -24,13 +24,10 @@ import numpy.typing as npt
 from tilefuse._buffers import aligned_empty
 from tilefuse.errors import DtypeError, FormatError, LayoutError, UnsupportedFormatError
 from tilefuse.formats.safetensors_map import MappedFile
-from tilefuse.layout import FORMAT_VERSION, Layout, ZeroKind
+from tilefuse.layout import FORMAT, FORMAT_VERSION, Layout, ZeroKind
 from tilefuse.packed import PackedLinear
 
 Array = npt.NDArray[Any]
-
-FORMAT = "tilefuse-packed"
-"""Value of ``format`` in the metadata of the files written here."""
 
 DATA_ALIGNMENT = 4096
 """Bytes: the data section starts on a page."""

@@ -28,7 +28,9 @@ import numpy.typing as npt
 try:
     from tilefuse import _emu
 except ImportError as error:
-    raise ImportError("this build has no emulator: install with -C cmake.define.TILEFUSE_EMULATOR=ON") from error
+    raise ImportError(
+        "this build has no emulator: install with `pip install . -C cmake.define.TILEFUSE_EMULATOR=ON`"
+    ) from error
 from tilefuse._buffers import address, aligned_empty
 from tilefuse.errors import DeviceError, DtypeError, LayoutError, ShapeError
 from tilefuse.layout import ALIGNMENT

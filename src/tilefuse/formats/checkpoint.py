@@ -14,6 +14,7 @@ from tilefuse.formats import autoawq, compressed_tensors, gptq, plain
 from tilefuse.formats.config import Settings, load
 from tilefuse.formats.safetensors_map import INDEX, SINGLE, MappedFile, read_json
 from tilefuse.formats.store import Facts, LinearInfo, Store
+from tilefuse.layout import FORMAT
 from tilefuse.quantized import QuantizedLinear
 
 Array = npt.NDArray[Any]
@@ -209,7 +210,8 @@ def open_checkpoint(path: str | Path, *, quantization: Mapping[str, Any] | None 
             of those found.
 
     Raises:
-        FormatError: A file is missing, damaged or contradicts another; the message names the file and tensor.
+        FormatError: A file is missing, damaged, contradicts another or is a packed file; the message names the file
+            and tensor.
         UnsupportedFormatError: The checkpoint is of a format that is not read; the message says what to do.
         FileNotFoundError: There is nothing at ``path``.
     """
@@ -218,6 +220,8 @@ def open_checkpoint(path: str | Path, *, quantization: Mapping[str, Any] | None 
         raise FileNotFoundError(f"{path}: no such file or directory")
     if not path.is_dir():
         file = MappedFile(path)
+        if file.metadata.get("format") == FORMAT:
+            raise FormatError(f"{path}: a packed file, not a checkpoint; load() reads it")
         store = Store(dict.fromkeys(file, file))
         config, settings = load(path.parent, file.metadata, quantization)
         return Checkpoint(path, store, config, settings, tied=config.get("tie_word_embeddings") is True)
