@@ -86,6 +86,15 @@ def test_bad_lengths(content: bytes, tmp_path: Path) -> None:
         tf.open_checkpoint(tmp_path)
 
 
+def test_a_packed_file_is_no_checkpoint(tmp_path: Path, rng: np.random.Generator) -> None:
+    layer = tf.pack(tf.quantize_linear(rng.normal(0, 1, (64, 32)).astype(np.float32), group=32, name="layer"))
+    path = tmp_path / "model.safetensors"
+    tf.save(path, layer)
+    for place in (path, tmp_path):
+        with pytest.raises(FormatError, match=r"packed file, not a checkpoint; load\(\)"):
+            tf.open_checkpoint(place)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         tf.open_checkpoint(tmp_path / "absent")

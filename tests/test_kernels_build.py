@@ -103,8 +103,12 @@ def test_compiles_each_kernel_with_the_stated_flags(
     assert {"-DTF_PATH=TF_PATH_MANTISSA", "-DTF_GROUP=64", "-DTF_MINIMA=1"} <= set(call)
     assert not any(argument.startswith("-DTF_M=") for argument in call)
     includes = [call[i + 1] for i, argument in enumerate(call) if argument == "-I"]
-    assert [Path(path).resolve() for path in includes] == [repository / "kernels" / "aie", peano.include.resolve()]
-    assert Path(call[-3]).name == "gemv_bf16_w4.cc"
+    assert len(includes) == 2
+    # In a checkout or, installed, in the package: the folder that is named holds the kernels as they are here.
+    for source in (repository / "kernels" / "aie").iterdir():
+        assert (Path(includes[0]) / source.name).read_bytes() == source.read_bytes()
+    assert Path(includes[1]).resolve() == peano.include.resolve()
+    assert Path(call[-3]) == Path(includes[0]) / "gemv_bf16_w4.cc"
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["kernel", "text", "stack"]
     assert [line.split() for line in table[1:]] == [[name, "4000", "96"] for name in names]

@@ -219,9 +219,7 @@ def open_checkpoint(path: str | Path, *, quantization: Mapping[str, Any] | None 
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or directory")
     if not path.is_dir():
-        file = MappedFile(path)
-        if file.metadata.get("format") == FORMAT:
-            raise FormatError(f"{path}: a packed file, not a checkpoint; load() reads it")
+        file = _open_file(path)
         store = Store(dict.fromkeys(file, file))
         config, settings = load(path.parent, file.metadata, quantization)
         return Checkpoint(path, store, config, settings, tied=config.get("tie_word_embeddings") is True)
@@ -239,6 +237,13 @@ def _tied(config: dict[str, Any]) -> bool:
     return bool(config)
 
 
+def _open_file(path: Path) -> MappedFile:
+    file = MappedFile(path)
+    if file.metadata.get("format") == FORMAT:
+        raise FormatError(f"{path}: a packed file, not a checkpoint; load() reads it")
+    return file
+
+
 def _open_directory(path: Path) -> tuple[dict[str, MappedFile], dict[str, str]]:
     """The file of each tensor of a directory, and the metadata of the first file."""
     indices = [path / INDEX] if (path / INDEX).is_file() else sorted(path.glob("*.safetensors.index.json"))
@@ -246,7 +251,7 @@ def _open_directory(path: Path) -> tuple[dict[str, MappedFile], dict[str, str]]:
         return _open_shards(path, indices[0])
     singles = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
     if len(singles) == 1:
-        file = MappedFile(singles[0])
+        file = _open_file(singles[0])
         return dict.fromkeys(file, file), file.metadata
     if not singles:
         raise FormatError(f"{path}: no .safetensors file; checkpoints in other containers must be saved as safetensors")
