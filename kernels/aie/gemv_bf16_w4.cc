@@ -15,17 +15,5 @@
 #include "gemv.h"
 
 #define TF_BITS 4
-TF_CHECK_WEIGHTS;
-TF_CHECK_GROUP;
-
-#if TF_PATH == TF_PATH_ELEMENTWISE
-#define TF_GEMV tilefuse::gemv::Elementwise<TF_BITS, TF_GROUP, TF_MINIMA>
-#else
-static_assert(TF_PATH == TF_PATH_MANTISSA, "a GEMV multiplies mantissas or elements");
-#define TF_GEMV tilefuse::gemv::Mantissa<TF_BITS, TF_GROUP, TF_MINIMA>
-#endif
-#define TF_NAME TF_GEMV_NAME
-#include "gemv_entry_points.h"
-#undef TF_NAME
-#undef TF_GEMV
+#include "gemv_quantised.h"
 #undef TF_BITS
