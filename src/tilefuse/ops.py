@@ -41,7 +41,7 @@ def _matmul(x: Any, layer: PackedLinear, device: str | None, out: Any, out_dtype
     if out is None:
         kind = view.kind if out_dtype is None else float_type(out_dtype, "out_dtype")
         result = empty_like(x, y_shape, kind)
-        target = view_rows(result, "out")
+        target = direct = view_rows(result, "out")
         assert target is not None
     else:
         result = out
@@ -58,7 +58,7 @@ def _matmul(x: Any, layer: PackedLinear, device: str | None, out: Any, out_dtype
             view = view_rows(x.clone() if hasattr(x, "clone") else x.copy(), "x")
             assert view is not None
     resolve_device(device).matmul(view, layer, target)
-    if target.owner is not result and target.address != _address_of(result):
+    if direct is None:
         result[...] = target.owner
     return result
 
