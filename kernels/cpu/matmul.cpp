@@ -1,7 +1,6 @@
 #include "matmul.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
