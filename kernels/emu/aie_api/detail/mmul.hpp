@@ -129,10 +129,6 @@ class mmul_8x8 {
 template <unsigned M, unsigned K, unsigned N, typename TypeA, typename TypeB>
 struct mmul_impl;  // not defined: AIE2P has no such shape, or no kernel here uses it
 
-#if AIE_API_EMULATE_BFLOAT16_MMUL_WITH_BFP16
-
-// bfloat16 by bfloat16, both converted: A through an accumulator, B, transposed, through a product with one, so that
-// the two conversions use different slots.
 template <>
 struct mmul_impl<8, 8, 8, bfloat16, bfloat16> : mmul_8x8 {
   using mmul_8x8::mmul_8x8;
@@ -143,6 +139,9 @@ struct mmul_impl<8, 8, 8, bfloat16, bfloat16> : mmul_8x8 {
   void mac(const vector_A_type& a, const vector_B_type& b) { run(a, b, true); }
 
  private:
+#if AIE_API_EMULATE_BFLOAT16_MMUL_WITH_BFP16
+  // Both converted: A through an accumulator, B, transposed, through a product with one, so that the two conversions
+  // use different slots.
   void run(const vector_A_type& a, const vector_B_type& b, bool accumulate) {
     const accum_type a_wide(a);
     auto one = bf16_vector<64>();
@@ -150,22 +149,9 @@ struct mmul_impl<8, 8, 8, bfloat16, bfloat16> : mmul_8x8 {
     const accum_type b_wide = aie::mul(transpose(b, 8, 8), one);
     multiply(a_wide.to_vector<bfp16ebs8>(), b_wide.to_vector<bfp16ebs8>(), accumulate);
   }
-};
-
 #else
-
-// bfloat16 by bfloat16 on the element-wise multiplier: for each k, in order, a column of A by a row of B, each product
-// exact, each sum rounded. What limits it is the 42 broadcasts and shuffles.
-template <>
-struct mmul_impl<8, 8, 8, bfloat16, bfloat16> : mmul_8x8 {
-  using mmul_8x8::mmul_8x8;
-  using vector_A_type = vector<bfloat16, 64>;
-  using vector_B_type = vector<bfloat16, 64>;
-
-  void mul(const vector_A_type& a, const vector_B_type& b) { run(a, b, false); }
-  void mac(const vector_A_type& a, const vector_B_type& b) { run(a, b, true); }
-
- private:
+  // On the element-wise multiplier: for each k, in order, a column of A by a row of B, each product exact, each sum
+  // rounded. What limits it is the 42 broadcasts and shuffles.
   void run(const vector_A_type& a, const vector_B_type& b, bool accumulate) {
     if (!accumulate || zero_) acc_.data.fill(0);
     zero_ = false;
@@ -176,9 +162,8 @@ struct mmul_impl<8, 8, 8, bfloat16, bfloat16> : mmul_8x8 {
     count::now().vec += 16;
     count::now().mv += 42;
   }
-};
-
 #endif
+};
 
 // bfloat16 by bfp16: only A is converted.
 template <>
