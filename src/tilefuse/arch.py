@@ -1,7 +1,7 @@
 """The XDNA2 array (npu2): what a tile holds, what a descriptor can say, what a stream carries.
 
-Each constant says what sets it. The planner refuses what breaks one of these, the emulator enforces the same numbers, and
-both name the constant's value in their message. Sources: *AM* the register database of mlir-aie for AIE2P, *verifier* the
+Each constant says what sets it. The planner refuses what breaks one of these, the emulator enforces the same numbers,
+and both name the limit in their message. Sources: *AM* the register database of mlir-aie for AIE2P, *verifier* the
 checks of its AIE and AIEX dialects, *observed* what others measured or reported, *assumed* ours.
 """
 
@@ -62,8 +62,8 @@ class TileLimits:
 
 
 SHIM = TileLimits(TileKind.SHIM, 0, 16, 63, 2, 2, 16, 16, (1 << 32) - 1, 3, 1023, 1 << 20, 64)
-"""Run-time descriptors. The outermost of the three dimensions follows from the length and has no limit; sizes of a linear
-transfer have none either (verifier: verifyStridesWraps and the folding of contiguous patterns)."""
+"""Run-time descriptors. The outermost of the three dimensions follows from the length and has no limit; sizes of a
+linear transfer have none either (verifier: verifyStridesWraps and the folding of contiguous patterns)."""
 
 MEMTILE = TileLimits(TileKind.MEM, 512 * 1024, 64, 63, 6, 6, 48, 24, (1 << 17) - 1, 4, 512, (1 << 17) - 1, 64)
 """Sizes: the verifier of static patterns refuses 513 and more, though the field holds 1023."""
@@ -88,7 +88,7 @@ DEFAULT_STACK = 1024
 HOST_BUFFERS = 16
 """Buffers that a run-time sequence takes."""
 
-# --- what the timing model goes by --------------------------------------------------------------------------------------
+# --- what the timing model goes by ------------------------------------------------------------------------------------
 
 CLOCK_HZ = 1.8e9
 """Array clock at the top power level (driver table); 1.7 GHz has been seen in use."""
@@ -106,7 +106,7 @@ DRAM_LATENCY = 500e-9
 """Seconds from a descriptor's start to its first data (assumed)."""
 
 TASK_ISSUE = 0.8e-6
-"""Seconds that the command processor takes to write a descriptor and push it: about 12 registers, 66 ns each (observed)."""
+"""Seconds that the command processor takes for a task: about 12 registers to write, at 66 ns each (observed)."""
 
 SYNC_ISSUE = 0.1e-6
 """Seconds of a wait whose task has finished already (assumed)."""
