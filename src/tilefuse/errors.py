@@ -37,3 +37,11 @@ class DtypeError(TileFuseError, TypeError):
 
 class DeviceError(TileFuseError, RuntimeError):
     """A device is not there, can't take the call, or failed."""
+
+
+class PlanError(TileFuseError, ValueError):
+    """The array can't run this problem, or not with these tiles: a limit of the hardware, in the problem's terms."""
+
+
+class ToolchainError(TileFuseError, RuntimeError):
+    """What builds for the array (mlir-aie, Peano, XRT's tools) is not installed, or can't be used."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilefuse.errors import TileFuseError
+from tilefuse.errors import TileFuseError, ToolchainError
 
 if TYPE_CHECKING:
     from tilefuse.emulator.kernels import HostKernel
@@ -55,10 +55,6 @@ PEANO_WHEEL = (
     "llvm-aie==21.0.0.2026080301+c9c5ecb7 -f https://github.com/Xilinx/llvm-aie/releases/expanded_assets/nightly"
 )
 MLIR_AIE_WHEEL = "mlir_aie -f https://github.com/Xilinx/mlir-aie/releases/expanded_assets/latest-wheels-4"
-
-
-class ToolchainError(TileFuseError, RuntimeError):
-    """Peano or the aie_api headers are not installed, or can't be used."""
 
 
 class KernelBuildError(TileFuseError, RuntimeError):

@@ -1,0 +1,150 @@
+"""What the designs share: types, kernels, the streams of a GEMM, and the run-time sequence.
+
+Objects are arrays of 32-bit words: that is what a DMA moves, and the kernels take pointers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tilefuse import arch
+from tilefuse.configurations import Configuration
+from tilefuse.layout import NT, ROWS
+from tilefuse.plan import WINDOW, Plan
+
+Handles = Sequence[Any]
+
+
+def words(nbytes: int) -> Any:
+    """The type of an array of ``nbytes`` bytes."""
+    if nbytes % arch.WORD:
+        raise ValueError(f"{nbytes} bytes are not whole words")
+    return np.ndarray[(nbytes // arch.WORD,), np.dtype[np.int32]]  # type: ignore[misc]
+
+
+class Functions:
+    """The entry points of a configuration's kernel.
+
+    Args:
+        iron: The namespace.
+        config: Says which kernel.
+        sizes: Bytes of the arrays that signatures name; ``scratch`` is known.
+    """
+
+    def __init__(self, iron: Any, config: Configuration, sizes: Mapping[str, int]) -> None:
+        self._iron = iron
+        self._kernel = config.kernel
+        self._types = {name: words(nbytes) for name, nbytes in sizes.items()}
+        self._types["scratch"] = words(config.scratch_bytes)
+
+    def __call__(self, stem: str, *arguments: str | type[int]) -> Any:
+        """Entry point ``stem``; arguments are names of arrays, or `int` for a 32-bit integer."""
+        types = [np.int32 if argument is int else self._types[str(argument)] for argument in arguments]
+        symbol = f"{self._kernel}_{stem}" if stem else self._kernel
+        return self._iron.Kernel(symbol, f"{self._kernel}.o", types)
+
+
+def broadcast_rows(iron: Any, config: Configuration, order: Any = None) -> tuple[list[Any], list[Any]]:
+    """Fifos of activations into four memory tiles, and from each along a row of cores.
+
+    Args:
+        order: How a memory tile sends an object: (size, stride) in words, outermost first.
+    """
+    into, out = [], []
+    for row in range(ROWS):
+        fifo = iron.ObjectFifo(words(config.x_l2_object), depth=config.x_l2_depth, name=f"x{row}")
+        into.append(fifo)
+        out.append(
+            fifo.cons().forward(
+                tile=iron.Tile(config.x_column(row), arch.MEM_ROW),
+                obj_type=words(config.x_object),
+                depth=2,
+                name=f"x{row}_cores",
+                dims_to_stream=order,
+            )
+        )
+    return into, out
+
+
+def join_results(iron: Any, config: Configuration, rows: int, depth: int = 2) -> tuple[list[Any], list[list[Any]]]:
+    """Fifos of results out of the memory tiles, and for each the four fifos of its column's cores.
+
+    A core sends ``rows`` x 64 bfloat16 in blocks of 8 x 8; four of them arrive as 4 ``rows`` rows of 64.
+    """
+    line = NT // 2
+    blocks = [(rows // 8, 8 * line), (NT // 8, 4), (8, line), (4, 1)]
+    out, cores = [], []
+    for column in range(config.columns):
+        fifo = iron.ObjectFifo(words(ROWS * config.y_object), depth=2, name=f"y{column}")
+        out.append(fifo)
+        cores.append(
+            fifo.prod().join(
+                [row * config.y_object // arch.WORD for row in range(ROWS)],
+                tile=iron.Tile(column, arch.MEM_ROW),
+                depths=[depth] * ROWS,
+                obj_types=[words(config.y_object)] * ROWS,
+                names=[f"y{column}_core{row}" for row in range(ROWS)],
+                dims_from_stream=[blocks] * ROWS,
+            )
+        )
+    return out, cores
+
+
+def program(
+    iron: Any,
+    plan: Plan,
+    workers: Sequence[Any],
+    x_in: Sequence[Any],
+    w_in: Sequence[Any],
+    y_out: Sequence[Any],
+    shims: tuple[Sequence[int], Sequence[int], Sequence[int]],
+) -> Any:
+    """The resolved program: ``workers``, and a sequence that issues the plan's segments.
+
+    Args:
+        x_in, w_in, y_out: The fifos that the host fills and drains, by the index that transfers name.
+        shims: The column of each one's shim.
+    """
+    buffers = ("x", "w", "y")
+
+    def sequence(x: Any, w: Any, y: Any, x_in: Handles, w_in: Handles, y_out: Handles) -> None:
+        hosts, ends = dict(zip(buffers, (x, w, y), strict=True)), dict(zip(buffers, (x_in, w_in, y_out), strict=True))
+        sizes = {"x": plan.x_words, "w": plan.w_words, "y": plan.y_words}
+        opened: list[Any] = []
+        for segment in plan.segments:
+            group = iron.TaskGroup()
+            for transfer in segment.transfers:
+                tap = iron.TensorAccessPattern(
+                    (sizes[transfer.stream],),
+                    transfer.tap.offset,
+                    list(transfer.tap.sizes),
+                    list(transfer.tap.strides),
+                )
+                end, host = ends[transfer.stream][transfer.index], hosts[transfer.stream]
+                if transfer.stream == "y":
+                    end.drain(host, tap=tap, wait=True, group=group)
+                else:
+                    # Not waited for: the results of the same group depend on them.
+                    end.fill(host, tap=tap, group=group)
+            opened.append(group)
+            if len(opened) == WINDOW:
+                opened.pop(0).finish()
+        for group in opened:
+            group.finish()
+
+    x_shims, w_shims, y_shims = shims
+    runtime = iron.Runtime(
+        sequence,
+        [
+            words(arch.WORD * plan.x_words),
+            words(arch.WORD * plan.w_words),
+            words(arch.WORD * plan.y_words),
+            [fifo.prod(tile=iron.Tile(at, arch.SHIM_ROW)) for fifo, at in zip(x_in, x_shims, strict=True)],
+            [fifo.prod(tile=iron.Tile(at, arch.SHIM_ROW)) for fifo, at in zip(w_in, w_shims, strict=True)],
+            [fifo.cons(tile=iron.Tile(at, arch.SHIM_ROW)) for fifo, at in zip(y_out, y_shims, strict=True)],
+        ],
+    )
+    return iron.Program(iron.device(plan.configuration.columns), runtime, workers=list(workers)).resolve_program()

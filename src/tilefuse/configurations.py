@@ -1,0 +1,305 @@
+"""What an xclbin is built for: a kernel, its tiles in a core's memory, and the streams that feed it.
+
+A configuration knows no M, K or N: these reach the cores in-band, so one xclbin serves every shape. What it fixes is
+what the compiler lays out: objects, depths, buffers, and by that the memory of every tile, which is checked here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from tilefuse import arch
+from tilefuse.errors import PlanError
+from tilefuse.layout import KT, NT, ROWS, Layout, ZeroKind
+
+BAND = 16
+"""Rows of activations in a band: two blocks of 8, so that a GEMM's inner loop has 2 x 2 sums."""
+
+BAND_BYTES = BAND * KT * 9 // 8
+"""Bytes of a band of one k tile as bfp16: 9 bytes for 8 values."""
+
+GROUP = 4
+"""K tiles that move together through a memory tile. K is stored in multiples of `ROWS` tiles, so it always divides."""
+
+PIECE_BYTES = BAND * NT * 2
+"""Bytes of a band's results for one tile of outputs, bfloat16."""
+
+ACC_BYTES = BAND * NT * 4
+"""Bytes of the fp32 sums of a band and one tile of outputs."""
+
+BF16_TILE_BYTES = KT * NT * 2
+"""Bytes of a tile of unquantised weights."""
+
+GEMM_STACK = 3328
+"""Bytes of stack, GEMM (0xD00, what mlir-aie's own whole-array GEMM asks for)."""
+
+GEMV_STACK = 2048
+"""Bytes of stack, GEMV."""
+
+X_PART = 16
+"""K tiles of activations in a weight-sized object, for a GEMV whose activations stay in the core."""
+
+X_HEAD_BYTES = 64
+"""Bytes before them: the parameters, and alignment."""
+
+RESIDENT_BYTES = 32768 // ROWS * 2
+"""Bytes of a core's share of the longest x."""
+
+_OPERAND = 72
+"""Bytes of 64 bfp16 values."""
+
+
+class Op(enum.StrEnum):
+    """The designs."""
+
+    GEMM = "gemm"
+    GEMV = "gemv"
+    GEMM_BASELINE = "gemm_baseline"
+    GEMV_BASELINE = "gemv_baseline"
+
+
+@dataclass(frozen=True)
+class Item:
+    """Memory of a tile: ``count`` buffers of ``nbytes``."""
+
+    name: str
+    nbytes: int
+    count: int = 1
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return self.nbytes * self.count
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a tile's memory holds."""
+
+    tile: str
+    items: tuple[Item, ...]
+    limit: int
+
+    @property
+    def used(self) -> int:
+        """Bytes."""
+        return sum(item.total for item in self.items)
+
+    def __str__(self) -> str:
+        items = ", ".join(
+            f"{item.name} {item.count} x {item.nbytes}" if item.count > 1 else f"{item.name} {item.nbytes}"
+            for item in self.items
+        )
+        return f"{self.tile}: {self.used} of {self.limit} bytes ({items})"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How weights are stored, as far as a configuration cares."""
+
+    tag: str
+    """As in kernel names: ``w4g128``, ``w8g32m``, ``bf16``."""
+    tile_bytes: int
+    bits: int
+    groups: int
+    """Rows of scales in a tile."""
+    minima: bool
+
+    @classmethod
+    def of(cls, layout: Layout) -> Weights:
+        """Of a packed layer."""
+        minima = layout.zero is ZeroKind.M16
+        tag = f"w{layout.bits}g{layout.tile_group}{'m' if minima else ''}"
+        return cls(tag, layout.tile_bytes, layout.bits, layout.groups_per_tile, minima)
+
+
+BF16 = Weights("bf16", BF16_TILE_BYTES, 16, 0, False)
+"""Unquantised weights, for the baselines."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One xclbin.
+
+    Args:
+        op: Which design.
+        weights: How weights are stored.
+        columns: Columns of the array, 4 to 8 for a GEMM, 1 to 8 for a GEMV.
+        tiles: Packed tiles side by side in a core, GEMM: 1 or 2 (64 or 128 outputs).
+        max_bands: Bands of 16 rows that a core has sums for, GEMM.
+        streams: Weight streams of a column, GEMV: 1 or 2.
+
+    Raises:
+        PlanError: It doesn't fit the array; the message has the budget.
+    """
+
+    op: Op
+    weights: Weights
+    columns: int = arch.COLUMNS
+    tiles: int = 1
+    max_bands: int = 1
+    streams: int = 1
+
+    def __post_init__(self) -> None:
+        least = ROWS if self.op in (Op.GEMM, Op.GEMM_BASELINE) else 1
+        if not least <= self.columns <= arch.COLUMNS:
+            raise PlanError(
+                f"columns = {self.columns}: a {self.op} takes {least} to {arch.COLUMNS}"
+                + (f"; each of the {ROWS} rows needs a shim for its activations" if least > 1 else "")
+            )
+        if self.tiles not in (1, 2) or self.streams not in (1, 2):
+            raise PlanError(f"tiles = {self.tiles}, streams = {self.streams}: 1 or 2 of each")
+        if self.tiles == 2 and (self.op is not Op.GEMM or self.weights.bits != 4 or self.weights.minima):
+            raise PlanError(
+                f"tiles = 2 with {self.weights.tag}: the kernels take it for 4-bit weights with zero points"
+            )
+        if self.max_bands < 1:
+            raise PlanError(f"max_bands = {self.max_bands}: a core computes at least one band of {BAND} rows")
+        for budget in self.budgets():
+            if budget.used > budget.limit:
+                raise PlanError(f"{self.name} does not fit: {budget}")
+
+    @cached_property
+    def kernel(self) -> str:
+        """Name of the kernel object (kernels/aie/config.h)."""
+        tag = self.weights.tag
+        if self.op is Op.GEMM:
+            path = "bfp16" if self.weights.minima else "mantissa"
+            return f"gemm_bfp16_{tag}_{path}_{BAND}x{KT}x{NT * self.tiles}"
+        if self.op is Op.GEMM_BASELINE:
+            return f"gemm_bf16_{tag}_emulated_{2 * BAND}x{KT}x{NT}"
+        return f"gemv_bf16_{tag}_{'elementwise' if self.weights.bits == 16 else 'mantissa'}_{KT}x{NT}"
+
+    @cached_property
+    def name(self) -> str:
+        """Unique among configurations; what the xclbin's file is called."""
+        tile = f"_{self.max_bands}b" if self.op is Op.GEMM else f"_{self.streams}s" if self.op is Op.GEMV else ""
+        return f"{self.op}_{self.kernel.split('_', 1)[1]}{tile}_{self.columns}c"
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """Bytes that the kernel's ``prepare`` fills (asserted against the kernels by the tests)."""
+        groups, bits = self.weights.groups, self.weights.bits
+        if self.op is Op.GEMM and self.weights.minima:
+            return KT * NT // 64 * _OPERAND
+        if self.op is Op.GEMM:
+            zeros = groups * 8 * 64 + 64 if bits == 8 else 0
+            return self.tiles * (groups * 8 * 2 * _OPERAND + zeros)
+        if self.op is Op.GEMM_BASELINE:
+            return KT * NT * 2
+        return KT * 8 * 2 if bits == 16 else KT // 8 * _OPERAND + groups * 3 * 64 * 2
+
+    # --- objects, in bytes --------------------------------------------------------------------------------------------
+
+    @property
+    def w_object(self) -> int:
+        """Weights that a core takes at a time."""
+        return self.tiles * self.weights.tile_bytes
+
+    @property
+    def w_l2_object(self) -> int:
+        """Weights that a memory tile takes at a time."""
+        if self.op is Op.GEMM:
+            return GROUP * self.w_object
+        return self.w_object * (ROWS // self.streams if self.op is Op.GEMV else 1)
+
+    @property
+    def x_object(self) -> int:
+        """Activations that a core takes at a time."""
+        if self.op is Op.GEMM:
+            return BAND_BYTES
+        if self.op is Op.GEMM_BASELINE:
+            return 2 * BAND * KT * 2
+        return KT * 2 * (ROWS if self.op is Op.GEMV else 1)
+
+    @property
+    def x_l2_object(self) -> int:
+        """Activations that a memory tile takes at a time, GEMM."""
+        return GROUP * BAND_BYTES if self.op is Op.GEMM else self.x_object
+
+    @property
+    def y_object(self) -> int:
+        """Results that a core sends at a time."""
+        if self.op is Op.GEMM:
+            return PIECE_BYTES
+        return 2 * PIECE_BYTES if self.op is Op.GEMM_BASELINE else NT * 2
+
+    @property
+    def w_l2_depth(self) -> int:
+        """Objects of weights in a memory tile."""
+        if self.op is Op.GEMV:
+            return 4
+        return 3 if self.op is Op.GEMM else 2
+
+    @property
+    def x_l2_depth(self) -> int:
+        """Objects of activations in a memory tile, GEMM."""
+        return 4 if self.op is Op.GEMM else 2
+
+    def x_column(self, row: int) -> int:
+        """Column whose shim and memory tile bring the activations of an array row, GEMM."""
+        return row * self.columns // ROWS
+
+    # --- budgets ------------------------------------------------------------------------------------------------------
+
+    def budgets(self) -> Iterator[Budget]:
+        """Of the fullest core and the fullest memory tile."""
+        yield Budget("core", self._core_items(), arch.CORE.memory)
+        yield Budget("memory tile", self._memtile_items(), arch.MEMTILE.memory)
+
+    def _core_items(self) -> tuple[Item, ...]:
+        scratch = Item("scratch", self.scratch_bytes)
+        if self.op is Op.GEMM:
+            return (
+                Item("stack", GEMM_STACK),
+                Item("sums", ACC_BYTES * self.tiles, self.max_bands),
+                Item("weights", self.w_object, 2),
+                Item("activations", self.x_object, 2),
+                Item("results", self.y_object, 2),
+                scratch,
+            )
+        if self.op is Op.GEMM_BASELINE:
+            return (
+                Item("stack", GEMM_STACK),
+                Item("sums", 2 * ACC_BYTES),
+                Item("weights", self.w_object),
+                Item("activations", self.x_object, 2),
+                Item("results", self.y_object),
+                scratch,
+            )
+        items = [
+            Item("stack", GEMV_STACK),
+            Item("weights", self.w_object, 2),
+            Item("results", self.y_object, 2),
+            scratch,
+        ]
+        if self.op is Op.GEMV and self.streams == 2:
+            items.append(Item("x", RESIDENT_BYTES))
+        else:
+            items.append(Item("x", self.x_object, 2))
+        items += [Item("sums", NT * 4), *([Item("sums to pass on", NT * 4, 2)] if self.op is Op.GEMV else [])]
+        return tuple(items)
+
+    def _memtile_items(self) -> tuple[Item, ...]:
+        weights = Item("weights", self.w_l2_object, self.w_l2_depth * self.streams)
+        if self.op in (Op.GEMV, Op.GEMV_BASELINE):
+            return (weights,)
+        return (
+            weights,
+            Item("activations", self.x_l2_object, self.x_l2_depth),
+            Item("results", ROWS * self.y_object, 2),
+        )
+
+
+def most_bands(weights: Weights, columns: int, tiles: int) -> int:
+    """Bands that fit a core of a GEMM, 0 if none does."""
+    for bands in range(arch.SHIM.size // (BAND * ROWS), 0, -1):
+        try:
+            Configuration(Op.GEMM, weights, columns, tiles, bands)
+        except PlanError:
+            continue
+        return bands
+    return 0
