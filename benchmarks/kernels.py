@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,9 @@ ROWS = 64
 
 WEIGHTS = KT * NT
 MACS = ROWS * WEIGHTS
+
+BAND_BYTES = 2304
+"""A band of 16 rows of bfp16 activations: 32 operands of 72 bytes."""
 
 STREAM_BYTES = 4
 """Bytes a cycle that one stream brings to a core."""
@@ -86,9 +90,13 @@ def cost(name: str, stem: str = "") -> Cost:
     """What a call issues, on random codes, scales and zero points (a kernel may skip what equal zero points allow)."""
     rng = np.random.default_rng(0)
     entry = kernels.get(name).entry_points[stem]
-    arrays = []
+    arrays: list[Any] = []
     for argument in entry.arguments:
-        values = rng.integers(0, 16, argument.shape) if argument.dtype == np.uint8 else rng.normal(size=argument.shape)
+        if argument.by_value:
+            arrays.append(0)
+            continue
+        shape = [abs(extent) for extent in argument.shape]  # one item of what may have any number
+        values = rng.integers(0, 16, shape) if argument.dtype == np.uint8 else rng.normal(size=shape)
         arrays.append(argument.copy_of(values))
     regions = entry.count(*arrays)
     longest = max(regions.values(), key=lambda slots: slots.cycles)
@@ -105,7 +113,10 @@ def tile_bytes(kernel: HostKernel) -> int:
 
 def l1_bytes(kernel: HostKernel) -> int:
     """Bytes of a core's memory that the kernel's buffers take, those of the streams twice."""
-    tile = 2 * tile_bytes(kernel) + kernel.scratch_bytes
+    tile = 2 * tile_bytes(kernel) * kernel.tiles + kernel.scratch_bytes
+    if kernel.activation == "bfp16":
+        # The sums of 64 rows; results leave in bands of 16 rows by 64 channels.
+        return tile + 2 * BAND_BYTES + ROWS * NT * 4 * kernel.tiles + 2 * kernel.m * NT * 2
     if kernel.op == "gemv":
         return tile + 2 * KT * 2 + NT * 4 + 2 * NT * 4 + 2 * NT * 2  # x, acc, the row above's sums, y
     # The accumulator is 64 rows whatever the band; results leave in chunks of 8 rows.
@@ -113,14 +124,15 @@ def l1_bytes(kernel: HostKernel) -> int:
 
 
 def gemm_cycles(kernel: HostKernel) -> int:
-    """Cycles of a tile of weights by `ROWS` rows, preparation included."""
+    """Cycles of the weights of a call by `ROWS` rows, preparation included."""
     return cost(kernel.name, "prepare").cycles + ROWS // kernel.m * cost(kernel.name).cycles
 
 
-def all_kernels(op: str) -> list[HostKernel]:
-    """The kernels of an operation, quantised ones first, by path, bits and group."""
-    listed = [kernel for name in kernels.names() if (kernel := kernels.get(name)).op == op]
-    return sorted(listed, key=lambda k: (k.bits == 16, k.path, k.bits, k.group, k.minima, k.m))
+def all_kernels(op: str, activation: str = "bf16") -> list[HostKernel]:
+    """The kernels of an operation and kind of activation, quantised ones first, by path, bits and group."""
+    everything = [kernels.get(name) for name in kernels.names()]
+    listed = [kernel for kernel in everything if (kernel.op, kernel.activation) == (op, activation)]
+    return sorted(listed, key=lambda k: (k.bits == 16, k.path, k.bits, k.group, k.minima, k.m, k.tiles))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -159,10 +171,10 @@ def gemv_table() -> str:
     return table(["kernel", *SLOT_NAMES, *header.split(", ")], rows)
 
 
-def gemm_table() -> str:
-    """A row for each GEMM kernel."""
+def gemm_table(activation: str) -> str:
+    """A row for each GEMM kernel of that kind of activation."""
     rows = []
-    for k in all_kernels("gemm"):
+    for k in all_kernels("gemm", activation):
         multiply, prepare = cost(k.name), cost(k.name, "prepare")
         rows.append(
             [
@@ -170,15 +182,26 @@ def gemm_table() -> str:
                 *slots_text(multiply.slots),
                 str(multiply.cycles),
                 multiply.busiest,
-                f"{MACS * k.m / ROWS / multiply.cycles:.0f}",
+                f"{MACS * k.tiles * k.m / ROWS / multiply.cycles:.0f}",
                 str(prepare.cycles),
                 prepare.busiest,
-                f"{MACS / gemm_cycles(k):.0f}",
+                f"{MACS * k.tiles / gemm_cycles(k):.0f}",
                 f"{l1_bytes(k) / 1024:.1f}",
             ]
         )
     header = "cycles, bound by, MAC/cycle, prepare, bound by, with prepare, L1 KiB"
     return table(["kernel", *SLOT_NAMES, *header.split(", ")], rows)
+
+
+def band_table() -> str:
+    """A row for each GEMM kernel of bfp16 activations: `gemm_table`, and what the stream of activations allows."""
+    lines = gemm_table("bfp16").splitlines()
+    channel = [f"{MACS * k.tiles * k.m / ROWS / (BAND_BYTES / STREAM_BYTES):.0f}" for k in all_kernels("gemm", "bfp16")]
+    cells = ["channel", "---:", *channel]
+    return "\n".join(
+        f"{line}{cell}|" if cell.startswith("-") else f"{line} {cell} |"
+        for line, cell in zip(lines, cells, strict=True)
+    )
 
 
 def gemv_ladder(bits: int, group: int) -> str:
@@ -211,6 +234,7 @@ def gemm_ladder(bits: int, group: int) -> str:
         ("fused", "both operands converted to bfp16 by every multiplication", gemm_cycles(fused)),
         ("fused-bfp16", "weights dequantised to bfp16 once a tile", gemm_cycles(kernels.get(bfp16_name(w)))),
         ("mantissa", "codes as bfp16 mantissas, scales on the sums", gemm_cycles(kernels.get(mantissa_name(w)))),
+        ("bands", "the same, activations converted by the host", gemm_cycles(kernels.get(band_name(w)))),
     ]
     return ladder(steps, "MAC/cycle", MACS, PUBLISHED_GEMM)
 
@@ -223,6 +247,11 @@ def bfp16_name(weights: str) -> str:
 def mantissa_name(weights: str) -> str:
     """Of the GEMM kernel of path (c)."""
     return f"gemm_bf16_{weights}_mantissa_64x128x64"
+
+
+def band_name(weights: str) -> str:
+    """Of the GEMM kernel of path (c) whose activations arrive as bfp16."""
+    return f"gemm_bfp16_{weights}_mantissa_16x128x64"
 
 
 def ladder(steps: Sequence[tuple[str, str, int]], unit: str, work: int, published: float) -> str:
@@ -275,7 +304,12 @@ def document() -> str:
         "## GEMM: each kernel",
         paragraph("""Slots and cycles are those of one band of the kernel's own rows. L1 has two bands of activations; a
         core's 64 KiB also hold its stack, so a band of 64 rows needs activations that are not double-buffered."""),
-        gemm_table(),
+        gemm_table("bf16"),
+        "## GEMM: each kernel of bfp16 activations",
+        paragraph(f"""Bands of 16 rows. *With prepare*: four bands, {ROWS} rows, use what `prepare` made; their sums are
+        in the L1 bytes. `16x128x128`: two packed tiles side by side. *channel*: products a cycle that one channel of
+        {STREAM_BYTES} bytes a cycle lets a core do when each band of activations meets these output channels once."""),
+        band_table(),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -20,7 +20,9 @@ from tilefuse.emulator import kernels
 from tilefuse.emulator.kernels import RoundingMode, Slots
 from tilefuse.errors import DeviceError, DtypeError, LayoutError, ShapeError
 
-NAME = re.compile(r"gem[mv]_bf16_(bf16|w[48]g(32|64|128)m?)_(emulated|bfp16|mantissa|elementwise)_((64|32|16)x)?128x64")
+NAME = re.compile(
+    r"gem[mv]_(bf16|bfp16)_(bf16|w[48]g(32|64|128)m?)_(emulated|bfp16|mantissa|elementwise)_((64|32|16)x)?128x(64|128)"
+)
 GEMM = "gemm_bf16_w4g128_mantissa_64x128x64"
 GEMV = "gemv_bf16_w8g64m_mantissa_128x64"
 
@@ -31,9 +33,10 @@ def test_names_follow_the_grammar_and_say_what_the_kernel_is() -> None:
     for name in names:
         match = NAME.fullmatch(name)
         assert match, name
-        weights, group, path, _, m = match.groups()
+        activation, weights, group, path, _, m, n = match.groups()
         kernel = kernels.get(name)
-        assert (kernel.name, kernel.op, kernel.path) == (name, name[:4], path)
+        assert (kernel.name, kernel.op, kernel.activation, kernel.path) == (name, name[:4], activation, path)
+        assert kernel.tiles == int(n) // 64
         assert kernel.m == (int(m) if m else 1)
         assert kernel.group == (int(group) if group else 0)
         assert kernel.bits == (16 if weights == "bf16" else int(weights[1]))
@@ -45,6 +48,9 @@ def test_every_scheme_is_there() -> None:
     have = {(k.op, k.bits, k.group, k.minima) for k in map(kernels.get, kernels.names())}
     schemes = {(bits, group, minima) for bits in (4, 8) for group in (32, 64, 128) for minima in (False, True)}
     assert have == {(op, *scheme) for op in ("gemm", "gemv") for scheme in schemes | {(16, 0, False)}}
+    bands = [k for k in map(kernels.get, kernels.names()) if k.activation == "bfp16"]
+    assert {(k.bits, k.group, k.minima) for k in bands if k.tiles == 1} == schemes
+    assert {(k.bits, k.group, k.minima) for k in bands if k.tiles == 2} == {(4, g, False) for g in (32, 64, 128)}
 
 
 def test_arguments_of_a_gemm() -> None:
@@ -72,13 +78,17 @@ def test_arguments_of_a_gemm() -> None:
 def test_zero_and_store(name: str, rng: np.random.Generator) -> None:
     """The entry points whose result needs no model: zero, and narrowing to nearest even."""
     entries = kernels.get(name).entry_points
-    acc = entries["zero"].arguments[0].copy_of(rng.standard_normal(entries["zero"].arguments[0].shape))
-    expected = acc.astype(ml_dtypes.bfloat16)
-    out = entries["store_bf16"].arguments[1].empty()
-    entries["store_bf16"](acc, out)
+    shape = [abs(extent) for extent in entries["zero"].arguments[0].shape]
+    acc = entries["zero"].arguments[0].copy_of(rng.standard_normal(shape))
+    out = entries["store_bf16"].arguments[-1].empty()
+    # One band of one tile, where the sums have several: test_kernels_band.py has all.
+    which = [0] * (len(entries["store_bf16"].arguments) - 2)
+    stored = acc[tuple(which)]
+    expected = stored.astype(ml_dtypes.bfloat16)
+    entries["store_bf16"](acc, *which, out)
     np.testing.assert_array_equal(out, expected)
-    entries["zero"](acc)
-    assert not acc.any()
+    entries["zero"](acc, *which[:1])
+    assert not acc[tuple(which[:1])].any()
 
 
 def test_door_refuses_with_the_argument_and_the_remedy() -> None:
@@ -127,7 +137,7 @@ def test_all_kernels_run_in_one_thread_and_their_counts_stay_apart() -> None:
     for _ in range(2):
         for name in kernels.names():
             for entry in kernels.get(name).entry_points.values():
-                entry(*(argument.copy_of(np.zeros(argument.shape)) for argument in entry.arguments))
+                entry(*(0 if a.by_value else a.copy_of(np.zeros([abs(n) for n in a.shape])) for a in entry.arguments))
     acc = kernels.get(GEMM).entry_points["zero"].arguments[0].empty()
     assert kernels.count(GEMM, "zero", acc).keys() == {"", "zero"}
 

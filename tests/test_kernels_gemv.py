@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import tilefuse as tf
 from tilefuse.emulator import kernels
 from tilefuse.emulator.kernels import RoundingMode
+from tilefuse.errors import ShapeError
 from tilefuse.layout import KT, NT, ROWS
 
 BF16 = ml_dtypes.bfloat16
@@ -202,6 +203,52 @@ def test_unquantised_baseline(rng: np.random.Generator, k: int) -> None:
 def test_longest_reduction(rng: np.random.Generator, scheme: Scheme) -> None:
     """K = 32768: 64 tiles a row."""
     check(scheme, rng.normal(0, 1, 32768).astype(BF16), random_weights(rng, scheme, 32768))
+
+
+# --- x in pieces ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", [*QUANTISED, BASELINE], ids=str)
+def test_prepare_of_a_piece_of_x(rng: np.random.Generator, scheme: Scheme) -> None:
+    """What `prepare` makes of x[128 i:], for every i of an object of four k tiles and of a resident x of 64."""
+    for stem, tiles in (("prepare_row", 4), ("prepare_resident", 64)):
+        entry = kernels.get(scheme.name).entry_points[stem]
+        x = entry.arguments[0].copy_of(rng.normal(0, 1, tiles * KT).astype(BF16))
+        assert entry.arguments[1].extent_in(x.nbytes) == tiles
+        for i in range(tiles):
+            scratch, expected = empty(scheme, "x_scratch"), empty(scheme, "x_scratch")
+            call(scheme, "prepare", x[i * KT : (i + 1) * KT], expected)
+            entry(x, i, scratch)
+            np.testing.assert_array_equal(scratch, expected)
+
+
+@pytest.mark.parametrize("scheme", [*QUANTISED, BASELINE], ids=str)
+def test_keep(rng: np.random.Generator, scheme: Scheme) -> None:
+    """4096 bytes from byte 64 of an object of a tile's size go to one quarter of x, and nothing else changes."""
+    entry = kernels.get(scheme.name).entry_points["keep"]
+    tile_bytes = kernels.get(scheme.name).arguments[1].nbytes
+    assert [(a.name, a.shape, a.dtype) for a in entry.arguments] == [
+        ("object", (tile_bytes,), np.uint8),
+        ("index", (), np.int32),
+        ("x_resident", (8192,), BF16),
+    ]
+    resident = entry.arguments[2].copy_of(rng.normal(0, 1, 8192).astype(BF16))
+    expected = resident.view(np.uint16).copy()
+    for index in (2, 0, 3, 1):
+        item = entry.arguments[0].copy_of(rng.integers(0, 256, tile_bytes))
+        expected[2048 * index : 2048 * (index + 1)] = item[64 : 64 + 4096].view(np.uint16)
+        entry(item, index, resident)
+        np.testing.assert_array_equal(resident.view(np.uint16), expected)
+
+
+def test_pieces_beyond_x_are_refused() -> None:
+    entries = kernels.get(MANTISSA[0].name).entry_points
+    for stem, at, extent in (("prepare_row", 1, 4), ("keep", 1, 4), ("prepare_resident", 1, 64)):
+        arrays: list[Any] = [None if a.by_value else a.empty() for a in entries[stem].arguments]
+        for index in (-1, extent):
+            arrays[at] = index
+            with pytest.raises(ShapeError, match=rf"{stem}: \w+ is {index}; .*: pass 0 to {extent - 1}$"):
+                entries[stem](*arrays)
 
 
 # --- properties -------------------------------------------------------------------------------------------------------

@@ -6,10 +6,12 @@
 //   TF_GROUP   input channels that share a scale in a tile: 32, 64 or 128 (not for TF_BITS 16)
 //   TF_MINIMA  0: zero points, w = (q - z) s;  1: minima, w = q s + m (0 for TF_BITS 16)
 //   TF_PATH    how weights reach the multiplier: one of the TF_PATH_* below
-//   TF_M       rows of an activation band: 8 to 64, a multiple of 8 (GEMM only)
+//   TF_M       rows of an activation band: 8 to 64, a multiple of 8 (GEMM of bfloat16 activations only)
+//   TF_TILES   packed tiles of weights side by side, 1 or 2 (GEMM of bfp16 activations only, whose bands have 16 rows)
 //
 // Names follow one grammar, <op>_<activation>_<weights>_<path>_<tile>: gemm_bf16_w4g128_bfp16_64x128x64,
-// gemv_bf16_w8g32m_mantissa_128x64 (m: minima), gemm_bf16_bf16_emulated_32x128x64.
+// gemv_bf16_w8g32m_mantissa_128x64 (m: minima), gemm_bf16_bf16_emulated_32x128x64, and with activations that are bfp16
+// when they arrive gemm_bfp16_w4g128_mantissa_16x128x128 (two tiles). The activation is in the name of the .cc, too.
 //
 // A host translation unit includes one .cc several times, each time with other values: every macro here is expanded
 // where it is used, and a .cc keeps all that it defines, except entry points, in `namespace TF_NAMESPACE`.
@@ -52,10 +54,14 @@
 #define TF_GEMM_TILE_(m) m##x128x64
 #define TF_GEMM_TILE(m) TF_GEMM_TILE_(m)
 #define TF_GEMM_NAME TF_FULL_NAME(gemm_bf16_, TF_WEIGHTS_NAME, TF_PATH_NAME, TF_GEMM_TILE(TF_M))
+#define TF_BAND_TILE_1 16x128x64
+#define TF_BAND_TILE_2 16x128x128
+#define TF_BAND_TILE TF_CHOOSE(TF_BAND_TILE_, TF_TILES)
+#define TF_BAND_NAME TF_FULL_NAME(gemm_bfp16_, TF_WEIGHTS_NAME, TF_PATH_NAME, TF_BAND_TILE)
 #define TF_GEMV_NAME TF_FULL_NAME(gemv_bf16_, TF_WEIGHTS_NAME, TF_PATH_NAME, 128x64)
 
-// A .cc defines TF_NAME as TF_GEMM_NAME or TF_GEMV_NAME (and undefines it at its end). The main entry point is TF_NAME,
-// the others are TF_KERNEL(zero), TF_KERNEL(prepare), ...
+// A .cc defines TF_NAME as TF_GEMM_NAME, TF_BAND_NAME or TF_GEMV_NAME (and undefines it at its end). The main entry
+// point is TF_NAME, the others are TF_KERNEL(zero), TF_KERNEL(prepare), ...
 #define TF_KERNEL(stem) TF_SUFFIXED(TF_NAME, _##stem)
 #define TF_NAMESPACE TF_SUFFIXED(TF_NAME, _impl)
 
@@ -66,3 +72,4 @@
 // Apart from the above: a build of unquantised weights need not define TF_GROUP.
 #define TF_CHECK_GROUP static_assert(TF_GROUP == 32 || TF_GROUP == 64 || TF_GROUP == 128, "TF_GROUP is 32, 64 or 128")
 #define TF_CHECK_ROWS static_assert(TF_M >= 8 && TF_M <= 64 && TF_M % 8 == 0, "TF_M is a multiple of 8 up to 64")
+#define TF_CHECK_TILES static_assert(TF_TILES == 1 || TF_TILES == 2, "TF_TILES is 1 or 2")

@@ -57,6 +57,33 @@ TF_INLINE Split scale_matrix(const Bf16s& scale_rows, const Bf16s& one, const v6
   return split(aie::mul(scale_rows, one), minus_one);
 }
 
+// The scale matrices of all groups and output channels of a tile, [group][n/8], high and low, to `out`: 144 bytes each.
+template <class Tile>
+TF_INLINE void write_scale_matrices(const uint8_t* w, uint8_t* out) {
+  const Bf16s one = identity();
+  const v64bfp16ebs8 minus_one = minus_identity();
+  const auto* scales = reinterpret_cast<const bfloat16*>(w + Tile::scale_offset);
+  aie::block_vector_output_buffer_stream<bfp16ebs8, 64> matrices(reinterpret_cast<bfp16ebs8*>(out));
+  TF_REGION(scales);
+  TF_LOOP_RANGE(8, 32)
+  TF_LOOP_NO_UNROLL
+  for (unsigned i = 0; i < kNBlocks * Tile::groups; ++i) {
+    const Split matrix = scale_matrix(rows_of(scales + 8 * i), one, minus_one);
+    matrices.push(matrix.high);
+    matrices.push(matrix.low);
+  }
+}
+
+// `total` + sums S, S the diagonal matrix high + low. Smallest first: what the large product would round away is there
+// when it comes.
+TF_INLINE Accum add_scaled(const Accum& total, const Accum& sums, const Operand& high, const Operand& low,
+                           const v64bfp16ebs8& minus_one) {
+  const Split parts = split(sums, minus_one);
+  Accum result = mac_8x8_8x8T(parts.low, high, total);
+  result = mac_8x8_8x8T(parts.high, low, result);
+  return mac_8x8_8x8T(parts.high, high, result);
+}
+
 // Which way a dequantised block lies in its 64 lanes.
 enum class Order {
   kInputRows,   // [8 input][8 output]: B of a bfloat16 multiplication

@@ -48,7 +48,7 @@ class MantissaTile {
 
   static TF_INLINE void prepare(const uint8_t* w, uint8_t* scratch) {
     prepare_mantissas(w, scratch);
-    prepare_matrices(w, scratch);
+    write_scale_matrices<Tile>(w, scratch + kMatrixOffset);
     if constexpr (Bits == 8) prepare_zeros(w, scratch);
   }
 
@@ -102,22 +102,6 @@ class MantissaTile {
           aie::store_v(out + 64, centred(q[1], zeros[4 * quad + 1].template cast_to<int8>()));
         }
       }
-    }
-  }
-
-  static TF_INLINE void prepare_matrices(const uint8_t* w, uint8_t* scratch) {
-    const Bf16s one = identity();
-    const v64bfp16ebs8 minus_one = minus_identity();
-    const auto* scales = reinterpret_cast<const bfloat16*>(w + Tile::scale_offset);
-    aie::block_vector_output_buffer_stream<bfp16ebs8, 64> matrices(
-        reinterpret_cast<bfp16ebs8*>(scratch + kMatrixOffset));
-    TF_REGION(scales);
-    TF_LOOP_RANGE(8, 32)
-    TF_LOOP_NO_UNROLL
-    for (unsigned i = 0; i < kNBlocks * Tile::groups; ++i) {
-      const Split matrix = scale_matrix(rows_of(scales + 8 * i), one, minus_one);
-      matrices.push(matrix.high);
-      matrices.push(matrix.low);
     }
   }
 
@@ -182,14 +166,9 @@ class MantissaTile {
           float* c = acc + (m * kNBlocks + 4 * quad) * 64;
           TF_LOOP_UNROLL_FULL
           for (unsigned j = 0; j < 4; ++j) {
-            const Split parts = split(sums[j], minus_one);
             const Operand high = matrices.pop();
             const Operand low = matrices.pop();
-            // Smallest first: what the large product would round away is there when it comes.
-            Accum total = mac_8x8_8x8T(parts.low, high, load_accum(c + 64 * j));
-            total = mac_8x8_8x8T(parts.high, low, total);
-            total = mac_8x8_8x8T(parts.high, high, total);
-            store_accum(c + 64 * j, total);
+            store_accum(c + 64 * j, add_scaled(load_accum(c + 64 * j), sums[j], high, low, minus_one));
           }
         }
       }

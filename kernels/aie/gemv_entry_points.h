@@ -3,6 +3,10 @@
 //
 // All pointers are 64-byte aligned, and no two arrays overlap: a store must not hold up the next loads of its loop.
 // x is 128 bfloat16, acc 64 fp32, w a packed tile, scratch scratch_bytes() bytes.
+//
+// A design streams x in objects of four k tiles, one for each row of cores (prepare_row), or keeps all of it, up to
+// 8192 channels, in the core's memory (keep, prepare_resident); it then comes at the head of the stream of weights, in
+// objects of a tile's size.
 
 extern "C" {
 
@@ -13,6 +17,22 @@ unsigned TF_KERNEL(scratch_bytes)() { return TF_GEMV::scratch_bytes; }
 void TF_KERNEL(prepare)(const bfloat16* __restrict x, uint8_t* __restrict x_scratch) {
   aie::set_rounding(aie::rounding_mode::conv_even);
   TF_GEMV::prepare(x, x_scratch);
+}
+
+// x: bfloat16 [4][128].
+void TF_KERNEL(prepare_row)(const bfloat16* __restrict x, int32_t row, uint8_t* __restrict x_scratch) {
+  TF_KERNEL(prepare)(x + row * static_cast<int32_t>(tilefuse::kKt), x_scratch);
+}
+
+// object: 2048 bfloat16 from its byte 64 on; x_resident: bfloat16 [4][2048].
+void TF_KERNEL(keep)(const uint8_t* __restrict object, int32_t index, bfloat16* __restrict x_resident) {
+  aie::set_rounding(aie::rounding_mode::conv_even);
+  tilefuse::gemv::keep(object, index, x_resident);
+}
+
+// x_resident: bfloat16 [64][128].
+void TF_KERNEL(prepare_resident)(const bfloat16* __restrict x_resident, int32_t k_tile, uint8_t* __restrict x_scratch) {
+  TF_KERNEL(prepare)(x_resident + k_tile * static_cast<int32_t>(tilefuse::kKt), x_scratch);
 }
 
 void TF_NAME(const uint8_t* __restrict x_scratch, const uint8_t* __restrict w, float* __restrict acc) {

@@ -15,6 +15,7 @@ constexpr Said acc{"acc", c.shape};
 constexpr Kernel kernel{
     .name = TF_TEXT(TF_NAME),
     .op = "gemm",
+    .activation = "bf16",
     .bits = TF_BITS,
     .group = TF_BITS == 16 ? 0 : TF_GROUP,
     .minima = TF_MINIMA,

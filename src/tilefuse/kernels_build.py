@@ -111,9 +111,11 @@ def _configuration(kernel: HostKernel) -> Configuration:
     macros = {"TF_PATH": f"TF_PATH_{kernel.path.upper()}", "TF_MINIMA": str(int(kernel.minima))}
     if kernel.bits != 16:
         macros["TF_GROUP"] = str(kernel.group)
-    if kernel.op == "gemm":
+    if kernel.activation == "bfp16":
+        macros["TF_TILES"] = str(kernel.tiles)
+    elif kernel.op == "gemm":
         macros["TF_M"] = str(kernel.m)
-    return Configuration(kernel.name, f"{kernel.op}_bf16{weights}.cc", macros)
+    return Configuration(kernel.name, f"{kernel.op}_{kernel.activation}{weights}.cc", macros)
 
 
 def find_toolchain() -> Toolchain:

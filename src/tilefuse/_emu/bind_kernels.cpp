@@ -29,6 +29,8 @@ const char* dtype_name(Dtype dtype) {
       return "bfloat16";
     case Dtype::f32:
       return "float32";
+    case Dtype::i32:
+      return "int32";
   }
   return "";
 }
@@ -46,32 +48,41 @@ std::string catching_faults(F&& f) {
   return count::core.fault.data();
 }
 
-std::string call(const EntryPoint& entry, const py::args& addresses) {
-  if (addresses.size() != entry.num_arguments) throw py::type_error("wrong number of arguments");
-  std::array<void*, std::tuple_size_v<decltype(entry.arguments)>> pointers{};
+std::string call(const EntryPoint& entry, const py::args& values) {
+  if (values.size() != entry.num_arguments) throw py::type_error("wrong number of arguments");
+  std::array<uintptr_t, kMaxArguments> words{};
   size_t i = 0;
-  for (const py::handle address : addresses) pointers[i++] = reinterpret_cast<void*>(address.cast<uintptr_t>());
-  return catching_faults([&] { entry.call(pointers.data()); });
+  for (const py::handle value : values) {
+    words[i] = entry.arguments[i].by_value ? static_cast<uintptr_t>(value.cast<int32_t>()) : value.cast<uintptr_t>();
+    ++i;
+  }
+  return catching_faults([&] { entry.call(words.data()); });
 }
 
-// (name, shape, dtype, whether it is written)
-using ArgumentTuple = std::tuple<std::string, std::vector<int64_t>, std::string, bool>;
+// (name, shape, dtype, whether it is written, (array that it is an index of, elements a step, number of values))
+using ArgumentTuple =
+    std::tuple<std::string, std::vector<int64_t>, std::string, bool, std::tuple<std::string, int64_t, int64_t>>;
 
 std::vector<ArgumentTuple> arguments(const Kernel& kernel, const EntryPoint& entry) {
   std::vector<ArgumentTuple> result;
   for (size_t i = 0; i < entry.num_arguments; ++i) {
     const Argument& argument = entry.arguments[i];
+    const Said& said = argument.said;
     std::vector<int64_t> shape;
-    for (const int64_t extent : argument.said.shape)
-      if (extent != 0) shape.push_back(extent == kScratch ? kernel.scratch_bytes() : extent);
-    result.emplace_back(argument.said.name, std::move(shape), dtype_name(argument.dtype), argument.written);
+    for (const int64_t extent : said.shape) {
+      if (extent == 0) break;
+      shape.push_back(extent == kScratch ? kernel.scratch_bytes() : extent == kAny ? -1 : extent);
+    }
+    result.emplace_back(said.name, std::move(shape), dtype_name(argument.dtype), argument.written,
+                        std::tuple{said.indexes, said.step, said.extent});
   }
   return result;
 }
 
 std::vector<std::pair<const EntryPoint*, std::vector<ArgumentTuple>>> entry_points(const Kernel& kernel) {
   std::vector<std::pair<const EntryPoint*, std::vector<ArgumentTuple>>> result;
-  for (const EntryPoint& entry : kernel.entry_points) result.emplace_back(&entry, arguments(kernel, entry));
+  for (const EntryPoint& entry : kernel.entry_points)
+    if (entry.call != nullptr) result.emplace_back(&entry, arguments(kernel, entry));
   return result;
 }
 
@@ -130,15 +141,17 @@ std::vector<const Kernel*>& kernels() {
 void bind_kernels(py::module_& m) {
   py::class_<EntryPoint>(m, "EntryPoint")
       .def_readonly("stem", &EntryPoint::stem)
-      .def("call", &call, "Runs it on addresses; returns the first fault, or an empty text.");
+      .def("call", &call, "Runs it on addresses and integers; returns the first fault, or an empty text.");
   py::class_<Kernel>(m, "Kernel")
       .def_readonly("name", &Kernel::name)
       .def_readonly("op", &Kernel::op)
+      .def_readonly("activation", &Kernel::activation)
       .def_readonly("bits", &Kernel::bits)
       .def_readonly("group", &Kernel::group)
       .def_readonly("minima", &Kernel::minima)
       .def_readonly("path", &Kernel::path)
       .def_readonly("m", &Kernel::m)
+      .def_readonly("tiles", &Kernel::tiles)
       .def_property_readonly("scratch_bytes", [](const Kernel& kernel) { return kernel.scratch_bytes(); })
       .def_property_readonly("entry_points", &entry_points, py::return_value_policy::reference);
   m.def("kernels", &kernels, py::return_value_policy::reference);
