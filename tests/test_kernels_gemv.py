@@ -241,10 +241,31 @@ def test_keep(rng: np.random.Generator, scheme: Scheme) -> None:
         np.testing.assert_array_equal(resident.view(np.uint16), expected)
 
 
+@pytest.mark.parametrize("scheme", [*QUANTISED, BASELINE], ids=str)
+def test_keep_row(rng: np.random.Generator, scheme: Scheme) -> None:
+    """One k tile of four goes to one of 64, and nothing else changes."""
+    entry = kernels.get(scheme.name).entry_points["keep_row"]
+    assert [a.shape for a in entry.arguments] == [(512,), (), (), (8192,)]
+    resident = entry.arguments[3].copy_of(rng.normal(0, 1, 8192).astype(BF16))
+    expected = resident.copy().reshape(64, KT)
+    x = entry.arguments[0].copy_of(rng.normal(0, 1, 512).astype(BF16))
+    for row, k_tile in ((0, 63), (3, 0), (1, 17)):
+        expected[k_tile] = x.reshape(4, KT)[row]
+        entry(x, row, k_tile, resident)
+        np.testing.assert_array_equal(resident.view(np.uint16), expected.reshape(-1).view(np.uint16))
+
+
 def test_pieces_beyond_x_are_refused() -> None:
     entries = kernels.get(MANTISSA[0].name).entry_points
-    for stem, at, extent in (("prepare_row", 1, 4), ("keep", 1, 4), ("prepare_resident", 1, 64)):
-        arrays: list[Any] = [None if a.by_value else a.empty() for a in entries[stem].arguments]
+    places = (
+        ("prepare_row", 1, 4),
+        ("keep", 1, 4),
+        ("prepare_resident", 1, 64),
+        ("keep_row", 1, 4),
+        ("keep_row", 2, 64),
+    )
+    for stem, at, extent in places:
+        arrays: list[Any] = [0 if a.by_value else a.empty() for a in entries[stem].arguments]
         for index in (-1, extent):
             arrays[at] = index
             with pytest.raises(ShapeError, match=rf"{stem}: \w+ is {index}; .*: pass 0 to {extent - 1}$"):

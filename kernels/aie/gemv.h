@@ -74,14 +74,15 @@ TF_INLINE void store_bf16(const float* acc, bfloat16* y) {
   aie::store_v(y, load_accum(acc).to_vector<bfloat16>());
 }
 
-// A quarter of x, of 16 k tiles, out of an object whose first 64 bytes are a design's own.
-inline constexpr int32_t kQuarter = 16 * kKt;
-TF_INLINE void keep(const uint8_t* object, int32_t index, bfloat16* x_resident) {
-  const auto* from = reinterpret_cast<const bfloat16*>(object + 64);
-  bfloat16* to = x_resident + index * kQuarter;
+inline constexpr int32_t kTileOfX = kKt;
+inline constexpr int32_t kQuarterOfX = 16 * kTileOfX;  // of what stays in a core
+
+template <int32_t Count>
+TF_INLINE void keep(const bfloat16* from, bfloat16* to) {
+  aie::set_rounding(aie::rounding_mode::conv_even);
   TF_REGION(keep);
-  TF_LOOP_RANGE(64, 64)
-  for (int32_t i = 0; i < kQuarter; i += 32) aie::store_v(to + i, aie::load_v<32>(from + i));
+  TF_LOOP_RANGE(4, 64)
+  for (int32_t i = 0; i < Count; i += 32) aie::store_v(to + i, aie::load_v<32>(from + i));
 }
 
 // 0x43 above a byte below 128 makes the bfloat16 128 + byte.

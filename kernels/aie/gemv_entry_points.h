@@ -4,9 +4,9 @@
 // All pointers are 64-byte aligned, and no two arrays overlap: a store must not hold up the next loads of its loop.
 // x is 128 bfloat16, acc 64 fp32, w a packed tile, scratch scratch_bytes() bytes.
 //
-// A design streams x in objects of four k tiles, one for each row of cores (prepare_row), or keeps all of it, up to
-// 8192 channels, in the core's memory (keep, prepare_resident); it then comes at the head of the stream of weights, in
-// objects of a tile's size.
+// A design streams x in objects of four k tiles, one for each row of cores, past the cores for every output tile
+// (prepare_row), or lets each keep its own up to 8192 channels (keep_row, then prepare_resident). Where x comes at the
+// head of the stream of weights it has objects of a tile's size (keep).
 
 extern "C" {
 
@@ -21,18 +21,25 @@ void TF_KERNEL(prepare)(const bfloat16* __restrict x, uint8_t* __restrict x_scra
 
 // x: bfloat16 [4][128].
 void TF_KERNEL(prepare_row)(const bfloat16* __restrict x, int32_t row, uint8_t* __restrict x_scratch) {
-  TF_KERNEL(prepare)(x + row * static_cast<int32_t>(tilefuse::kKt), x_scratch);
+  TF_KERNEL(prepare)(x + row * tilefuse::gemv::kTileOfX, x_scratch);
 }
 
-// object: 2048 bfloat16 from its byte 64 on; x_resident: bfloat16 [4][2048].
+// x: bfloat16 [4][128]; x_resident: bfloat16 [64][128], of which it writes k_tile.
+void TF_KERNEL(keep_row)(const bfloat16* __restrict x, int32_t row, int32_t k_tile, bfloat16* __restrict x_resident) {
+  using namespace tilefuse::gemv;
+  keep<kTileOfX>(x + row * kTileOfX, x_resident + k_tile * kTileOfX);
+}
+
+// object: 2048 bfloat16 from its byte 64 on, a design's own before; x_resident: bfloat16 [4][2048], of which it writes
+// index.
 void TF_KERNEL(keep)(const uint8_t* __restrict object, int32_t index, bfloat16* __restrict x_resident) {
-  aie::set_rounding(aie::rounding_mode::conv_even);
-  tilefuse::gemv::keep(object, index, x_resident);
+  using namespace tilefuse::gemv;
+  keep<kQuarterOfX>(reinterpret_cast<const bfloat16*>(object + 64), x_resident + index * kQuarterOfX);
 }
 
 // x_resident: bfloat16 [64][128].
 void TF_KERNEL(prepare_resident)(const bfloat16* __restrict x_resident, int32_t k_tile, uint8_t* __restrict x_scratch) {
-  TF_KERNEL(prepare)(x_resident + k_tile * static_cast<int32_t>(tilefuse::kKt), x_scratch);
+  TF_KERNEL(prepare)(x_resident + k_tile * tilefuse::gemv::kTileOfX, x_scratch);
 }
 
 void TF_NAME(const uint8_t* __restrict x_scratch, const uint8_t* __restrict w, float* __restrict acc) {

@@ -13,11 +13,11 @@ constexpr Said partial{"partial", {kNt}};
 constexpr Said y{"y", {kNt}};
 // Four rows' k tiles of x; x of 64 k tiles, which come in quarters, each within an object of a tile's size.
 constexpr Said x_rows{"x", {4 * kKt}};
-constexpr Said row{.name = "row", .indexes = "x", .step = kKt, .extent = 4};
+constexpr Said row{.name = "row", .indexes = "x", .step = gemv::kTileOfX, .extent = 4};
 constexpr Said object{"object", {TF_TILE::tile_bytes}};
 constexpr Said x_resident{"x_resident", {64 * kKt}};
-constexpr Said index{.name = "index", .indexes = "x_resident", .step = 16 * kKt, .extent = 4};
-constexpr Said k_tile{.name = "k_tile", .indexes = "x_resident", .step = kKt, .extent = 64};
+constexpr Said index{.name = "index", .indexes = "x_resident", .step = gemv::kQuarterOfX, .extent = 4};
+constexpr Said k_tile{.name = "k_tile", .indexes = "x_resident", .step = gemv::kTileOfX, .extent = 64};
 
 constexpr Kernel kernel{
     .name = TF_TEXT(TF_NAME),
@@ -32,6 +32,7 @@ constexpr Kernel kernel{
     .entry_points = {entry_point<TF_NAME>("", x_scratch, w, acc), entry_point<TF_KERNEL(zero)>("zero", acc),
                      entry_point<TF_KERNEL(prepare)>("prepare", x, x_scratch),
                      entry_point<TF_KERNEL(prepare_row)>("prepare_row", x_rows, row, x_scratch),
+                     entry_point<TF_KERNEL(keep_row)>("keep_row", x_rows, row, k_tile, x_resident),
                      entry_point<TF_KERNEL(keep)>("keep", object, index, x_resident),
                      entry_point<TF_KERNEL(prepare_resident)>("prepare_resident", x_resident, k_tile, x_scratch),
                      entry_point<TF_KERNEL(add)>("add", partial, acc),

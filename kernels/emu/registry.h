@@ -60,7 +60,7 @@ struct Kernel {
   int m = 0;
   int tiles = 1;  // packed tiles of weights side by side
   unsigned (*scratch_bytes)() = nullptr;
-  std::array<EntryPoint, 8> entry_points{};  // ends at the first without a function
+  std::array<EntryPoint, 9> entry_points{};  // ends at the first without a function
 };
 
 // All kernels of the module, in the order of their registration.
