@@ -18,6 +18,9 @@ from tilefuse.layout import KT, NT, ROWS, Layout, ZeroKind
 BAND = 16
 """Rows of activations in a band: two blocks of 8, so that a GEMM's inner loop has 2 x 2 sums."""
 
+MOST_BANDS = arch.SHIM.size // (BAND * ROWS)
+"""Bands whose results, of all four array rows, one loop of a descriptor can write."""
+
 BAND_BYTES = BAND * KT * 9 // 8
 """Bytes of a band of one k tile as bfp16: 9 bytes for 8 values."""
 
@@ -108,6 +111,11 @@ class Weights:
     """Rows of scales in a tile."""
     minima: bool
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether there are kernels for two tiles side by side: they keep no dequantised weights."""
+        return self.bits == 4 and not self.minima
+
     @classmethod
     def of(cls, layout: Layout) -> Weights:
         """Of a packed layer."""
@@ -129,7 +137,7 @@ class Configuration:
         weights: How weights are stored.
         columns: Columns of the array, 4 to 8 for a GEMM, 1 to 8 for a GEMV.
         tiles: Packed tiles side by side in a core, GEMM: 1 or 2 (64 or 128 outputs).
-        max_bands: Bands of 16 rows that a core has sums for, GEMM.
+        max_bands: Bands of 16 rows that a core has sums for, GEMM: 1 to `MOST_BANDS`, as memory permits.
         streams: Weight streams of a column, GEMV: 1 or 2.
 
     Raises:
@@ -144,23 +152,33 @@ class Configuration:
     streams: int = 1
 
     def __post_init__(self) -> None:
-        least = ROWS if self.op in (Op.GEMM, Op.GEMM_BASELINE) else 1
+        gemm = self.op in (Op.GEMM, Op.GEMM_BASELINE)
+        least = ROWS if gemm else 1
         if not least <= self.columns <= arch.COLUMNS:
             raise PlanError(
                 f"columns = {self.columns}: a {self.op} takes {least} to {arch.COLUMNS}"
-                + (f"; each of the {ROWS} rows needs a shim for its activations" if least > 1 else "")
+                + (f", a shim for the activations of each of {ROWS} rows; pack the layer for those" if gemm else "")
             )
-        if self.tiles not in (1, 2) or self.streams not in (1, 2):
-            raise PlanError(f"tiles = {self.tiles}, streams = {self.streams}: 1 or 2 of each")
-        if self.tiles == 2 and (self.op is not Op.GEMM or self.weights.bits != 4 or self.weights.minima):
+        self._check_option("tiles", self.tiles, 2, Op.GEMM)
+        self._check_option("streams", self.streams, 2, Op.GEMV)
+        self._check_option("max_bands", self.max_bands, MOST_BANDS, Op.GEMM)
+        if self.tiles == 2 and not self.weights.side_by_side:
             raise PlanError(
-                f"tiles = 2 with {self.weights.tag}: the kernels take it for 4-bit weights with zero points"
+                f"tiles = 2 with {self.weights.tag}: the kernels take it for 4-bit weights with zero points; "
+                "take tiles = 1"
             )
-        if self.max_bands < 1:
-            raise PlanError(f"max_bands = {self.max_bands}: a core computes at least one band of {BAND} rows")
+        if gemm and (self.weights.bits == 16) != (self.op is Op.GEMM_BASELINE):
+            raise PlanError(f"{self.weights.tag} weights: a gemm takes packed ones, and its baseline bfloat16")
         for budget in self.budgets():
             if budget.used > budget.limit:
-                raise PlanError(f"{self.name} does not fit: {budget}")
+                fewer = "; take fewer bands" if self.max_bands > 1 else ""
+                raise PlanError(f"{self.name} does not fit: {budget}{fewer}")
+
+    def _check_option(self, name: str, value: int, most: int, op: Op) -> None:
+        if not 1 <= value <= most:
+            raise PlanError(f"{name} = {value}: 1 to {most}")
+        if value > 1 and self.op is not op:
+            raise PlanError(f"{name} = {value}: a {self.op} has 1; only a {op} has more")
 
     @cached_property
     def kernel(self) -> str:
@@ -270,17 +288,18 @@ class Configuration:
                 Item("results", self.y_object),
                 scratch,
             )
+        # Of the lowest core of a column; the others have two objects of sums to pass on instead of sums and results.
         items = [
             Item("stack", GEMV_STACK),
+            Item("sums", NT * 4),
             Item("weights", self.w_object, 2),
             Item("results", self.y_object, 2),
             scratch,
         ]
-        if self.op is Op.GEMV and self.streams == 2:
-            items.append(Item("x", RESIDENT_BYTES))
-        else:
-            items.append(Item("x", self.x_object, 2))
-        items += [Item("sums", NT * 4), *([Item("sums to pass on", NT * 4, 2)] if self.op is Op.GEMV else [])]
+        if self.op is Op.GEMV:
+            items.append(Item("x kept", RESIDENT_BYTES))
+        if self.streams == 1:
+            items.append(Item("activations", self.x_object, 2))
         return tuple(items)
 
     def _memtile_items(self) -> tuple[Item, ...]:
@@ -295,11 +314,10 @@ class Configuration:
 
 
 def most_bands(weights: Weights, columns: int, tiles: int) -> int:
-    """Bands that fit a core of a GEMM, 0 if none does."""
-    for bands in range(arch.SHIM.size // (BAND * ROWS), 0, -1):
-        try:
-            Configuration(Op.GEMM, weights, columns, tiles, bands)
-        except PlanError:
-            continue
-        return bands
-    return 0
+    """Bands that fit a core of a GEMM.
+
+    Raises:
+        PlanError: Not even one does, or no GEMM has these columns or tiles.
+    """
+    core = next(Configuration(Op.GEMM, weights, columns, tiles).budgets())
+    return min(MOST_BANDS, 1 + (core.limit - core.used) // (ACC_BYTES * tiles))

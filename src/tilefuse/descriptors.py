@@ -7,6 +7,8 @@ the pattern is a contiguous run, which needs no loops at all.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -67,8 +69,10 @@ class Tap:
                 raise PlanError(f"{said} {size} repeats; the shim allows {limits.repeat}, split the transfer")
             if i >= 2 and size > limits.size and not self.contiguous:
                 raise PlanError(f"{said} a size of {size}; the shim allows {limits.size}")
-            if size > 1 and (stride < 0 or (stride == 0 and i > 0)):
-                raise PlanError(f"{said} a stride of {stride} words; only the outermost loop may stand still")
+            if size > 1 and stride < 0:
+                raise PlanError(f"{said} a stride of {stride} words; a descriptor can't go backwards")
+            if size > 1 and stride == 0 and i > 0:
+                raise PlanError(f"{said} a stride of 0 words; only the outermost loop may stand still")
             if size > 1 and stride > limits.stride:
                 raise PlanError(f"{said} a stride of {stride} words; the shim allows {limits.stride}")
         if self.words // self.sizes[0] > limits.length:
@@ -104,15 +108,16 @@ class Segment:
         return len(self.transfers)
 
 
-def queue_depths(segments: tuple[Segment, ...], window: int) -> dict[tuple[str, int], int]:
-    """Most tasks outstanding on each (stream, index), with ``window`` groups open at a time."""
-    deepest: dict[tuple[str, int], int] = {}
-    for first in range(len(segments)):
-        counts: dict[tuple[str, int], int] = {}
-        for segment in segments[first : first + window]:
-            for transfer in segment.transfers:
-                key = transfer.stream, transfer.index
-                counts[key] = counts.get(key, 0) + 1
-        for key, count in counts.items():
-            deepest[key] = max(deepest.get(key, 0), count)
-    return deepest
+def outstanding(
+    segments: Sequence[Segment], window: int, channel: Callable[[Transfer], tuple[str, int]]
+) -> Iterator[Counter[tuple[str, int]]]:
+    """Tasks that each channel may have once a segment is issued, with ``window`` segments open at a time.
+
+    Args:
+        segments: In the order of their issue.
+        window: Segments open at a time; the oldest is waited for when as many are.
+        channel: The channel that takes a transfer.
+    """
+    counts = [Counter(channel(transfer) for transfer in segment.transfers) for segment in segments]
+    for last in range(len(segments)):
+        yield sum(counts[max(0, last + 1 - window) : last + 1], Counter())

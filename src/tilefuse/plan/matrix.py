@@ -1,0 +1,172 @@
+"""Plans of GEMMs: row blocks of activations by passes over a column's tiles of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from numbers import Integral
+
+from tilefuse import arch
+from tilefuse.configurations import BAND, BAND_BYTES, BF16, GROUP, Configuration, Op, Weights, most_bands
+from tilefuse.descriptors import Segment, Tap, Transfer
+from tilefuse.errors import PlanError
+from tilefuse.layout import KT, NT, ROWS, Layout
+from tilefuse.plan.stored import PlainLayout, Stored
+from tilefuse.plan.value import Plan, check_buffers
+
+
+def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None = None) -> Plan:
+    """The plan of y = x W for ``m`` rows of activations.
+
+    Args:
+        layout: The packed layer, for at least 4 columns.
+        m: Rows of x, at least 1.
+        tiles: Packed tiles side by side in a core, 1 or 2; chosen by the model when None.
+        bands: Bands of 16 rows that a core computes at a time; chosen when None.
+
+    Raises:
+        PlanError: The array can't run it, or not with these tiles; the message says which limit.
+    """
+    _check_rows(m)
+    if bands is not None and (not isinstance(bands, Integral) or bands < 1):
+        raise PlanError(f"bands = {bands!r}: a core computes at least one band of {BAND} rows")
+    weights = Weights.of(layout)
+    candidates: list[Plan] = []
+    for count in (1, 2) if tiles is None else (tiles,):
+        if tiles is None and count == 2 and not (weights.side_by_side and layout.tiles_per_column > 1):
+            continue
+        most = most_bands(weights, layout.columns, count)
+        config = Configuration(Op.GEMM, weights, layout.columns, count, max(most, bands or 1))
+        if count == 2 and layout.tiles_per_column < 2:
+            raise PlanError(
+                f"tiles = 2 with N = {layout.n}: a column has {layout.tiles_per_column} tile of outputs; take tiles = 1"
+            )
+        choices = _band_choices(-(-m // (BAND * ROWS)), most) if bands is None else (bands,)
+        candidates += [_gemm(config, layout, m, choice) for choice in choices]
+    return min(candidates, key=lambda plan: plan.costs.total)
+
+
+def _band_choices(needed: int, most: int) -> Iterator[int]:
+    """Bands worth a plan for ``needed`` bands in all: each yields more row blocks, but fewer padded rows.
+
+    Whatever has neither fewer row blocks nor fewer rows costs no less in any part.
+    """
+    least = None
+    for limit in range(most, 0, -1):
+        row_blocks = -(-needed // limit)
+        bands = -(-needed // row_blocks)
+        if least is None or row_blocks * bands < least:
+            least = row_blocks * bands
+            yield bands
+
+
+def _results(layout: Stored, column: int, first: int, count: int, first_row: int, rows: int) -> Transfer:
+    """Output tiles ``first`` to ``first + count`` of a column, of ``rows`` rows of y."""
+    half_n, step = layout.n_padded // 2, layout.columns * NT // 2
+    start = first_row * half_n + first * step + column * NT // 2
+    return Transfer("y", column, Tap(start, (1, count, rows, NT // 2), (0, step, half_n, 1)))
+
+
+def _gemm(config: Configuration, layout: Layout, m: int, bands: int) -> Plan:
+    columns, k_tiles, slots = config.columns, layout.k_tiles, layout.tiles_per_column
+    tile = layout.tile_bytes // arch.WORD
+    block = BAND * ROWS * bands
+    row_blocks = -(-m // block)
+    run = k_tiles * bands * BAND_BYTES // arch.WORD  # what an array row takes of a row block in a pass
+    head = config.x_l2_object // arch.WORD
+    x_words = head + row_blocks * ROWS * run
+    check_buffers(layout, m, x_words, row_blocks * block)  # before there are too many segments to list
+
+    @cache
+    def weights(first: int, count: int) -> tuple[Transfer, ...]:
+        starts = [(column * slots + first) * k_tiles * tile for column in range(columns)]
+        if config.tiles == 1:
+            taps = [Tap.run(start, count * k_tiles * tile) for start in starts]
+        else:
+            # Two output tiles, k tiles in groups of four: [group][output tile][4 k tiles], each in two halves.
+            sizes = (k_tiles // GROUP, 2, 2 * GROUP, tile // 2)
+            strides = (GROUP * tile, k_tiles * tile, tile // 2, 1)
+            taps = [Tap(start, sizes, strides) for start in starts]
+        return tuple(Transfer("w", column, tap) for column, tap in enumerate(taps))
+
+    @cache
+    def activations(row_block: int, repeat: int) -> tuple[Transfer, ...]:
+        starts = [head + (row_block * ROWS + row) * run for row in range(ROWS)]
+        return tuple(Transfer("x", row, Tap.run(start, run, repeat)) for row, start in enumerate(starts))
+
+    segments: list[Segment] = []
+    step = arch.SHIM.repeat if config.tiles == 1 else 2
+    for row_block in range(row_blocks):
+        for first in range(0, slots, step):
+            count = min(step, slots - first)
+            if config.tiles == 2 and count == 1:
+                # An odd tile is computed beside its neighbour once more: the same bytes are written twice.
+                first, count = first - 1, 2
+            # Weights first: DRAM is busiest with them, and each task takes the command processor a while to issue.
+            transfers = list(weights(first, count))
+            if not segments:
+                transfers += [Transfer("x", row, Tap.run(0, head)) for row in range(ROWS)]
+            transfers += activations(row_block, count // config.tiles)
+            transfers += [_results(layout, column, first, count, row_block * block, block) for column in range(columns)]
+            segments.append(Segment(tuple(transfers)))
+    return Plan(
+        config,
+        layout,
+        m,
+        bands,
+        parameters=(row_blocks * -(-slots // config.tiles), k_tiles, bands),
+        segments=tuple(segments),
+        x_words=x_words,
+        x_offset=head,
+        y_rows=row_blocks * block,
+    )
+
+
+def gemm_baseline(layout: PlainLayout, m: int) -> Plan:
+    """The plan of the bfloat16 GEMM: 32 rows a core, activations bfloat16 [M][K] as they are, weights in plain tiles.
+
+    Raises:
+        PlanError: See `gemm`.
+    """
+    _check_rows(m)
+    config = Configuration(Op.GEMM_BASELINE, BF16, layout.columns)
+    columns, k_tiles, slots = config.columns, layout.k_tiles, layout.tiles_per_column
+    tile, half_k = layout.tile_bytes // arch.WORD, k_tiles * KT // 2
+    rows = 2 * BAND
+    block = rows * ROWS
+    row_blocks = -(-m // block)
+    head = config.x_object // arch.WORD
+    x_words = head + row_blocks * block * half_k
+    check_buffers(layout, m, x_words, row_blocks * block)
+    segments: list[Segment] = []
+    for row_block in range(row_blocks):
+        for first in range(0, slots, arch.SHIM.repeat):
+            count = min(arch.SHIM.repeat, slots - first)
+            transfers: list[Transfer] = []
+            for column in range(columns):
+                start = (column * slots + first) * k_tiles * tile
+                transfers.append(Transfer("w", column, Tap.run(start, count * k_tiles * tile)))
+            if not segments:
+                transfers += [Transfer("x", row, Tap.run(0, head)) for row in range(ROWS)]
+            for row in range(ROWS):
+                start = head + (row_block * ROWS + row) * rows * half_k
+                tap = Tap(start, (count, k_tiles, rows, KT // 2), (0, KT // 2, half_k, 1))
+                transfers.append(Transfer("x", row, tap))
+            transfers += [_results(layout, column, first, count, row_block * block, block) for column in range(columns)]
+            segments.append(Segment(tuple(transfers)))
+    return Plan(
+        config,
+        layout,
+        m,
+        bands=1,
+        parameters=(row_blocks * slots, k_tiles),
+        segments=tuple(segments),
+        x_words=x_words,
+        x_offset=head,
+        y_rows=row_blocks * block,
+    )
+
+
+def _check_rows(m: int) -> None:
+    if not isinstance(m, Integral) or m < 1:
+        raise PlanError(f"M = {m!r}: pass the number of rows, at least 1")
