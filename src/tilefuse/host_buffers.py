@@ -1,0 +1,101 @@
+"""The host's buffers of a plan: activations as the array wants them, and results as the caller does.
+
+The array reads words. Activations lie behind a head that tells the cores how much there is to do; a GEMM's are bfp16 in
+bands (`tilefuse.staging`), a GEMV's bfloat16. Results come as bfloat16 [rows][padded N].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefuse._buffers import aligned_empty
+from tilefuse.arrays import BFLOAT16, FloatArray, view_rows
+from tilefuse.configurations import X_HEAD_BYTES, X_PART, Op
+from tilefuse.errors import QuantizationError, ShapeError
+from tilefuse.layout import KT, ROWS
+from tilefuse.plan import Plan
+from tilefuse.staging import stage_activations
+
+Words = npt.NDArray[np.int32]
+
+
+def stage(plan: Plan, x: Any, perm: npt.NDArray[np.int32] | None = None, out: Words | None = None) -> Words:
+    """The activations' buffer of ``plan``, head included.
+
+    Args:
+        plan: Any.
+        x: float32, bfloat16 or float16 [M, K], or [K] for a GEMV (NumPy or torch); rounded to bfloat16 first.
+        perm: The packed layer's permutation of input channels, if it has one.
+        out: int32 [plan.x_words] to fill, contiguous; allocated when None.
+
+    Raises:
+        ShapeError: ``x`` or ``out`` is not of the plan's shape.
+        DtypeError: ``x`` is no float array that is taken.
+        QuantizationError: A value is NaN or infinite, in bfloat16 too: bfp16 has neither.
+    """
+    view = view_rows(x, "x")
+    assert view is not None
+    shape = view.shape if len(view.shape) == 2 else (1, *view.shape)
+    if shape != (plan.m, plan.k):
+        raise ShapeError(f"x has shape {list(view.shape)}; the plan is for {plan.m} rows of K = {plan.k}")
+    if out is None:
+        out = aligned_empty(4 * plan.x_words).view(np.int32)
+    elif out.shape != (plan.x_words,) or out.dtype != np.int32 or not out.flags.c_contiguous:
+        raise ShapeError(f"out is {out.dtype} {list(out.shape)}; the plan's activations are int32 [{plan.x_words}]")
+    out[: plan.x_offset] = 0
+    out[: len(plan.parameters)] = plan.parameters
+    if plan.configuration.op is Op.GEMM:
+        data = out[plan.x_offset :].view(np.uint8)
+        stage_activations(view, perm, plan.layout.k_tiles, plan.bands, plan.row_blocks, data)
+        return out
+    rows = _padded(view, perm, plan.y_rows, plan.layout.k_tiles * KT)
+    if plan.configuration.streams == 2:
+        _spread_to_rows(plan, rows.reshape(-1), out)
+    else:
+        out[plan.x_offset :] = rows.reshape(-1).view(np.int32)
+    return out
+
+
+def _padded(view: FloatArray, perm: npt.NDArray[np.int32] | None, rows: int, channels: int) -> npt.NDArray[Any]:
+    given = view.numpy()
+    given = given.reshape(-1, given.shape[-1])
+    if perm is not None:
+        given = given[:, perm]
+    padded = np.zeros((rows, channels), BFLOAT16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        padded[: given.shape[0], : given.shape[1]] = given.astype(BFLOAT16)
+    bad = np.argwhere(~np.isfinite(padded.astype(np.float32)))
+    if bad.size:
+        row, channel = bad[0]
+        source = channel if perm is None else int(perm[channel])
+        raise QuantizationError(
+            f"x[{row}, {source}] is not finite in bfloat16; the array's block floating point has no Inf and no NaN"
+        )
+    return padded
+
+
+def _spread_to_rows(plan: Plan, x: npt.NDArray[Any], out: Words) -> None:
+    """x for two weight streams: for each stream objects as large as a tile, one for each of its rows in turn."""
+    out[:] = 0
+    objects = plan.parameters[2]
+    words = out.reshape(2, objects, ROWS // 2, -1)
+    words[:, 0, :, : len(plan.parameters)] = plan.parameters
+    tiles = np.zeros((objects * X_PART, ROWS, KT), BFLOAT16)
+    tiles[: plan.layout.k_tiles // ROWS] = x.reshape(-1, ROWS, KT)
+    start = X_HEAD_BYTES // 4
+    for row in range(ROWS):
+        parts = np.ascontiguousarray(tiles[:, row]).reshape(objects, X_PART * KT).view(np.int32)
+        words[row // 2, :, row % 2, start : start + parts.shape[1]] = parts
+
+
+def empty_results(plan: Plan) -> Words:
+    """A buffer for the results of ``plan``: int32 [plan.y_words], contents undefined."""
+    return aligned_empty(4 * plan.y_words).view(np.int32)
+
+
+def results(plan: Plan, y: Words) -> npt.NDArray[Any]:
+    """The results in ``y`` without padding: a bfloat16 view [M, N]."""
+    return y.view(BFLOAT16).reshape(plan.y_rows, plan.layout.n_padded)[: plan.m, : plan.n]
