@@ -204,8 +204,8 @@ class Configuration:
         if self.op is Op.GEMM and self.weights.minima:
             return KT * NT // 64 * _OPERAND
         if self.op is Op.GEMM:
-            zeros = groups * 8 * 64 + 64 if bits == 8 else 0
-            return self.tiles * (groups * 8 * 2 * _OPERAND + zeros)
+            mark = 64 if bits == 8 else 0
+            return self.tiles * (groups * 8 * 2 * _OPERAND + mark)
         if self.op is Op.GEMM_BASELINE:
             return KT * NT * 2
         return KT * 8 * 2 if bits == 16 else KT // 8 * _OPERAND + groups * 3 * 64 * 2

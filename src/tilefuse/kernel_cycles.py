@@ -35,20 +35,21 @@ class KernelCycles:
 
 _GEMM = {
     # (bits, groups in a tile, minima): (prepare of a tile, main of a band and a tile)
-    (4, 1, False): (100, 412),
-    (4, 2, False): (150, 560),
-    (4, 4, False): (250, 860),
-    (8, 1, False): (150, 440),
-    (8, 2, False): (200, 600),
-    (8, 4, False): (300, 940),
-    (4, 1, True): (700, 330),
-    (4, 2, True): (700, 330),
-    (4, 4, True): (700, 330),
-    (8, 1, True): (700, 330),
-    (8, 2, True): (700, 330),
-    (8, 4, True): (700, 330),
+    (4, 1, False): (60, 392),
+    (4, 2, False): (108, 528),
+    (4, 4, False): (204, 800),
+    (8, 1, False): (60, 438),
+    (8, 2, False): (108, 588),
+    (8, 4, False): (204, 800),
+    (4, 1, True): (528, 360),
+    (4, 2, True): (672, 360),
+    (4, 4, True): (960, 360),
+    (8, 1, True): (673, 360),
+    (8, 2, True): (833, 360),
+    (8, 4, True): (1153, 360),
 }
 _GEMV = {
+    # (bits, groups in a tile): (prepare of x for a tile, main of a tile)
     (4, 1): (125, 119),
     (4, 2): (137, 158),
     (4, 4): (161, 236),
@@ -65,8 +66,8 @@ def cycles_of(configuration: Configuration) -> KernelCycles:
     if configuration.op is Op.GEMM:
         prepare, main = _GEMM[weights.bits, weights.groups, weights.minima]
         tiles = configuration.tiles
-        return KernelCycles(tiles * prepare, tiles * main, store=64, zero=64 * tiles, tiles=tiles)
+        return KernelCycles(tiles * prepare, tiles * main, store=74, zero=11 + 64 * tiles, tiles=tiles)
     if configuration.op is Op.GEMM_BASELINE:
-        return KernelCycles(prepare=410, main=2310, store=128, zero=128)
+        return KernelCycles(prepare=296, main=2256, store=138, zero=139)
     prepare, main = _GEMV[weights.bits, weights.groups]
-    return KernelCycles(0, prepare + main, store=8, zero=8)
+    return KernelCycles(0, prepare + main, store=14, zero=4)
