@@ -72,6 +72,12 @@ CORE = TileLimits(TileKind.CORE, 64 * 1024, 16, 63, 2, 2, 16, 16, (1 << 14) - 1,
 
 LIMITS = {limits.kind: limits for limits in (SHIM, MEMTILE, CORE)}
 
+STATIC_SIZE = 512
+"""Largest size of a dimension of a static pattern, in elements: the verifier refuses 513 and more on every tile."""
+
+STATIC_STRIDE = (1 << 19) - 1
+"""Largest stride of a static pattern, in elements (verifier)."""
+
 QUEUE_DEPTH = 4
 """Tasks that wait in the queue of a DMA channel (AM). The planner keeps to it."""
 
@@ -110,6 +116,9 @@ TASK_ISSUE = 0.8e-6
 
 SYNC_ISSUE = 0.1e-6
 """Seconds of a wait whose task has finished already (assumed)."""
+
+REGISTER_WRITE = 66e-9
+"""Seconds that the command processor takes for a word written into a core's memory or a lock (observed)."""
 
 DISPATCH = 60e-6
 """Seconds from the host's call to the first instruction and back (observed: 45 to 110)."""

@@ -45,3 +45,16 @@ class PlanError(TileFuseError, ValueError):
 
 class ToolchainError(TileFuseError, RuntimeError):
     """What builds for the array (mlir-aie, Peano, XRT's tools) is not installed, or can't be used."""
+
+
+class ArrayLimitError(DeviceError):
+    """A design needs more than the array has, or says what a descriptor cannot: `tilefuse.arch` has the numbers."""
+
+
+class DataflowError(DeviceError):
+    """A design moves data wrongly: it reads what nothing wrote, uses what it gave back, frees a transfer that still
+    runs, or leaves data behind."""
+
+
+class DeadlockError(DataflowError):
+    """Nothing can go on; the message says who waits for what, and who holds it."""

@@ -1,0 +1,325 @@
+"""A core that runs a worker: a coroutine with a clock of its own.
+
+A worker runs ahead of the other events as long as what it acquires is there already: the other end of a ring can only
+add to that. What it releases takes effect at the worker's own time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from greenlet import getcurrent, greenlet
+
+from tilefuse import arch
+from tilefuse._buffers import address
+from tilefuse.emulator.engine import Bytes, Clock, Ring
+from tilefuse.emulator.values import ArrayType, RuntimeInt
+from tilefuse.errors import DataflowError, DeviceError, TileFuseError
+
+if TYPE_CHECKING:
+    from tilefuse.emulator.binding import BoundKernel
+    from tilefuse.emulator.fifo import ObjectFifoHandle
+    from tilefuse.emulator.program import Buffer, Kernel, Worker, WorkerRuntimeBarrier
+
+
+def coroutine(function: Callable[[], None], *, core: Core | None = None, sequence: Any = None) -> Any:
+    """A greenlet that knows whose code it runs."""
+    made = greenlet(function)
+    made.core = core
+    made.sequence = sequence
+    return made
+
+
+def executing_core(what: str) -> Core:
+    """The core whose worker calls ``what``.
+
+    Raises:
+        DeviceError: No worker does.
+    """
+    core = getattr(getcurrent(), "core", None)
+    if core is None:
+        raise DeviceError(f"{what}: only a worker's function can do this, while the program runs")
+    return core  # type: ignore[no-any-return]
+
+
+class Memory:
+    """Bytes of a core as a worker sees them: typed, indexable."""
+
+    __slots__ = ("address", "array", "label", "type")
+
+    def __init__(self, label: str, type: ArrayType, memory: Bytes) -> None:
+        self.label = label
+        self.type = type
+        self.array: npt.NDArray[Any] = memory.view(type.dtype).reshape(type.shape)
+        self.address = address(memory)
+
+    def load(self, index: Any) -> Any:
+        """A scalar of it, as what the core reads: see `RuntimeInt`."""
+        value = self.array[index]
+        if isinstance(value, np.ndarray):
+            raise DeviceError(f"{self.label}[{index}]: a core reads scalars; give all {value.ndim} indices more")
+        return RuntimeInt(value) if isinstance(value, np.integer) else value
+
+    def store(self, index: Any, value: Any) -> None:
+        """Writes a scalar."""
+        if isinstance(self.array[index], np.ndarray):
+            raise DeviceError(f"{self.label}[{index}] = ...: a core writes scalars; give all indices")
+        self.array[index] = int(value) if isinstance(value, RuntimeInt) else value
+
+
+class Element(Memory):
+    """An object that a worker has acquired."""
+
+    __slots__ = ("held", "ring", "slot")
+
+    def __init__(self, label: str, type: ArrayType, ring: Ring, slot: int) -> None:
+        super().__init__(label, type, ring.slots[slot])
+        self.ring = ring
+        self.slot = slot
+        self.held = False
+
+    def _check(self, what: str) -> None:
+        if not self.held:
+            raise DataflowError(f"{what} of an object of {self.label} that the worker has released already")
+
+    def __getitem__(self, index: Any) -> Any:
+        self._check("reading")
+        if not self.ring.live[self.slot] and not self.ring.poisons:
+            raise DataflowError(
+                f"reading an object of {self.label}: in a run for timing only it holds data only where the host's "
+                "buffer was given, or its head"
+            )
+        return self.load(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._check("writing")
+        self.store(index, value)
+
+
+class LocalBuffer(Memory):
+    """A `Buffer` in a core's memory."""
+
+    __slots__ = ("written",)
+
+    def __init__(self, label: str, type: ArrayType, memory: Bytes) -> None:
+        super().__init__(label, type, memory)
+        self.written = False
+
+
+class CorePort:
+    """A worker's end of a fifo."""
+
+    __slots__ = ("elements", "held", "is_prod", "label", "position", "ring")
+
+    def __init__(self, label: str, is_prod: bool, ring: Ring, type: ArrayType) -> None:
+        self.label = label
+        self.is_prod = is_prod
+        self.ring = ring
+        self.elements = [Element(f"fifo '{ring.fifo}'", type, ring, slot) for slot in range(ring.depth)]
+        self.held: deque[Element] = deque()
+        self.position = 0
+
+    @property
+    def available(self) -> int:
+        """Objects that the worker could acquire now."""
+        return self.ring.free if self.is_prod else self.ring.filled
+
+    def take(self) -> None:
+        """Acquires one more object, which is there."""
+        ring = self.ring
+        if self.is_prod:
+            ring.free -= 1
+            ring.writing += 1
+        else:
+            ring.filled -= 1
+            ring.reading += 1
+        element = self.elements[self.position]
+        element.held = True
+        self.held.append(element)
+        self.position = (self.position + 1) % ring.depth
+
+
+class Core:
+    """A compute tile and the worker on it."""
+
+    def __init__(self, clock: Clock, worker: Worker, column: int, row: int) -> None:
+        self.clock = clock
+        self.worker = worker
+        self.column = column
+        self.row = row
+        self.name = f"core ({column}, {row})"
+        self.ports: dict[ObjectFifoHandle, CorePort] = {}
+        self.buffers: dict[Buffer, LocalBuffer] = {}
+        self.kernels: dict[Kernel, BoundKernel] = {}
+        self.barriers: dict[WorkerRuntimeBarrier, int] = {}
+        self.computes = True
+        """Whether kernels are called, beside being charged."""
+        self.time = 0.0
+        self.hub: Any = None
+        self.finished = False
+        self._began = False
+        """Whether the worker has got past its first wait since its function started."""
+        self._wanted: tuple[CorePort, int] | tuple[WorkerRuntimeBarrier, int] | None = None
+        self.kernel_cycles = 0.0
+        self.overhead_cycles = 0.0
+        self.calls: Counter[str] = Counter()
+        self.stalls: Counter[str] = Counter()
+        self.spans: list[tuple[float, float, str]] | None = None
+        self.coroutine = coroutine(self._main, core=self)
+
+    def __str__(self) -> str:
+        name = getattr(self.worker.core_fn, "__name__", "worker")
+        return f"worker '{name}' on {self.name}"
+
+    # --- the worker's life ---
+
+    def begin_run(self, now: float, *, computes: bool, traced: bool) -> None:
+        """Sets the counters of a run to nothing."""
+        self.time = now
+        self.computes = computes
+        self.kernel_cycles = self.overhead_cycles = 0.0
+        self.calls = Counter()
+        self.stalls = Counter()
+        self.spans = [] if traced else None
+
+    def resume(self, _: Any = None) -> None:
+        """Runs the worker until it waits."""
+        self.hub = getcurrent()
+        try:
+            self.coroutine.switch()
+        except TileFuseError as error:
+            error.add_note(f"in {self}")
+            raise
+
+    def _main(self) -> None:
+        worker = self.worker
+        arguments = worker.fn_args
+        while True:
+            self._began = False
+            worker.core_fn(*arguments)
+            if not worker.while_true:
+                self.finished = True
+                return
+            if not self._began:
+                raise DataflowError(
+                    f"{self} returned without having acquired anything, and would be called again for ever"
+                )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the worker is where a run leaves it: at its first wait, or returned for good."""
+        return self.finished or (self._wanted is not None and not self._began)
+
+    def _wait(self) -> None:
+        before = self.time
+        assert self.hub is not None
+        self.hub.switch()
+        now = self.clock.now
+        if now > before:
+            wanted = self._wanted
+            if self._began and wanted is not None:
+                cause = wanted[0].ring.fifo if isinstance(wanted[0], CorePort) else "barrier"
+                self.stalls[cause] += now - before  # type: ignore[assignment]
+            self.time = now
+        self._wanted = None
+
+    def waits_for(self) -> str | None:
+        """What the worker waits for, in words, with who has it."""
+        if self._wanted is None:
+            return None
+        port, count = self._wanted
+        if not isinstance(port, CorePort):
+            return f"{self} waits for a barrier to become {count}"
+        kind = "room for" if port.is_prod else "a filled object, for"
+        ring = port.ring
+        held = f" and holds {len(port.held)}" if port.held else ""
+        return f"{self} waits for {kind} {count} more in fifo '{ring.fifo}'{held}: {ring.state()} in {ring.place}"
+
+    # --- what the worker's function does ---
+
+    def _port(self, handle: ObjectFifoHandle) -> CorePort:
+        try:
+            return self.ports[handle]
+        except KeyError:
+            raise DeviceError(
+                f"{self} uses {handle}, which is not among its arguments; pass it in the Worker's fn_args"
+            ) from None
+
+    def acquire(self, handle: ObjectFifoHandle, count: int) -> Element | Sequence[Element]:
+        """See `ObjectFifoHandle.acquire`."""
+        port = self._port(handle)
+        held = port.held
+        missing = count - len(held)
+        if missing > 0:
+            if port.available < missing:
+                self._wanted = (port, missing)
+                self._wait()
+            for _ in range(missing):
+                port.take()
+        self._began = True
+        self.time += arch.LOCK_CYCLES
+        self.overhead_cycles += arch.LOCK_CYCLES
+        return held[0] if count == 1 else [held[i] for i in range(count)]
+
+    def release(self, handle: ObjectFifoHandle, count: int) -> None:
+        """See `ObjectFifoHandle.release`."""
+        port = self._port(handle)
+        held = port.held
+        if len(held) < count:
+            raise DataflowError(f"{self} releases {count} objects of fifo '{port.ring.fifo}' and holds {len(held)}")
+        self.time += arch.LOCK_CYCLES
+        self.overhead_cycles += arch.LOCK_CYCLES
+        ring = port.ring
+        slots = []
+        for _ in range(count):
+            element = held.popleft()
+            element.held = False
+            slots.append(element.slot)
+        if port.is_prod:
+            for slot in slots:
+                ring.live[slot] = self.computes
+            self.clock.at(self.time, ring.publish, count)
+        else:
+            self.clock.at(self.time, ring.give_back, slots)
+
+    def ring_changed(self, ring: Ring) -> None:
+        """See `engine.Waiter`: a wait may be over."""
+        wanted = self._wanted
+        if wanted is None or not isinstance(wanted[0], CorePort) or wanted[0].ring is not ring:
+            return
+        if wanted[0].available >= wanted[1]:
+            self.clock.at(self.time, self.resume)
+
+    def wait_barrier(self, barrier: WorkerRuntimeBarrier, value: int) -> None:
+        """Waits until the lock of ``barrier`` has ``value``, and leaves it so."""
+        if self.barriers[barrier] != value:
+            self._wanted = (barrier, value)
+            self._wait()
+        self._began = True
+
+    def set_barrier(self, barrier: WorkerRuntimeBarrier, value: int) -> None:
+        """The host sets the lock."""
+        self.barriers[barrier] = value
+        if self._wanted == (barrier, value):
+            self.clock.at(self.time, self.resume)
+
+    def call(self, kernel: Kernel, arguments: Sequence[Any]) -> None:
+        """Calls a kernel: charges it, and runs it unless only the timing counts."""
+        try:
+            bound = self.kernels[kernel]
+        except KeyError:
+            raise DeviceError(
+                f"{self} calls {kernel.name}, which is not among its arguments; pass it in the Worker's fn_args"
+            ) from None
+        bound.run(self, arguments)
+        start = self.time
+        self.time = start + bound.cycles + arch.CALL_CYCLES
+        self.kernel_cycles += bound.cycles
+        self.overhead_cycles += arch.CALL_CYCLES
+        self.calls[bound.name] += 1
+        if self.spans is not None:
+            self.spans.append((start, self.time, bound.name))
