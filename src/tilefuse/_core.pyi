@@ -87,3 +87,19 @@ class ReadProbe:
 
 def arithmetic_probes() -> list[str]: ...
 def run_arithmetic_probe(kind: str, seconds: float) -> float: ...
+
+# --- bind_staging.cpp ---
+
+def stage_bfp16(
+    x: int,
+    x_dtype: int,
+    x_stride: int,
+    m: int,
+    k: int,
+    perm: int,
+    out: int,
+    k_tiles: int,
+    bands: int,
+    row_blocks: int,
+    /,
+) -> tuple[int, int] | None: ...

@@ -3,8 +3,9 @@
 
 namespace tilefuse {
 
-void bind_layout(pybind11::module_& m);  // pack, unpack
-void bind_matmul(pybind11::module_& m);  // matmul on packed tiles, CPU features, threads
-void bind_probe(pybind11::module_& m);   // what the machine can do at most, for benchmarks
+void bind_layout(pybind11::module_& m);   // pack, unpack
+void bind_matmul(pybind11::module_& m);   // matmul on packed tiles, CPU features, threads
+void bind_probe(pybind11::module_& m);    // what the machine can do at most, for benchmarks
+void bind_staging(pybind11::module_& m);  // activations for the array
 
 }  // namespace tilefuse

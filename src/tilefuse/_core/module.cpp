@@ -8,4 +8,5 @@ PYBIND11_MODULE(_core, m) {
   tilefuse::bind_layout(m);
   tilefuse::bind_matmul(m);
   tilefuse::bind_probe(m);
+  tilefuse::bind_staging(m);
 }
