@@ -10,10 +10,12 @@ run-time sequence. docs/dataflow.md has the pictures.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import ACC_BYTES, BAND, GEMM_STACK, GROUP, Configuration
+from tilefuse.configurations import ACC_BYTES, BAND, GEMM_STACK, GROUP, Configuration, Op
+from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, broadcast_rows, join_results, program, words
 from tilefuse.layout import ROWS
 from tilefuse.plan import Plan
@@ -105,3 +107,7 @@ def _weights(iron: Any, config: Configuration) -> tuple[list[Any], list[Any]]:
             )
         )
     return into, out
+
+
+if __name__ == "__main__":
+    sys.exit(main(Op.GEMM))

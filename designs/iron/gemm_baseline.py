@@ -7,10 +7,12 @@ each product. Weights are in plain tiles, in the order of the packed format, whi
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import ACC_BYTES, BAND, GEMM_STACK
+from tilefuse.configurations import ACC_BYTES, BAND, GEMM_STACK, Op
+from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, broadcast_rows, join_results, program, words
 from tilefuse.layout import KT, ROWS
 from tilefuse.plan import Plan
@@ -80,3 +82,7 @@ def gemm_baseline(iron: Any, plan: Plan) -> Any:
     ]
     shims = [config.x_column(row) for row in range(ROWS)], list(range(config.columns)), list(range(config.columns))
     return program(iron, plan, workers, x_in, w_in, y_out, shims)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Op.GEMM_BASELINE))

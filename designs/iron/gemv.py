@@ -11,10 +11,12 @@ second stream, and a column takes 8 bytes a cycle.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import GEMV_STACK, RESIDENT_BYTES, Configuration
+from tilefuse.configurations import GEMV_STACK, RESIDENT_BYTES, Configuration, Op
+from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, program, words
 from tilefuse.layout import NT, ROWS
 from tilefuse.plan import Plan
@@ -143,3 +145,7 @@ def _weights(iron: Any, config: Configuration) -> tuple[list[Any], list[list[Any
                 names=[f"{name}_core{stream * rows + row}" for row in range(rows)],
             )
     return into, cores
+
+
+if __name__ == "__main__":
+    sys.exit(main(Op.GEMV))

@@ -6,10 +6,12 @@ Weights are bfloat16 for the full-precision baseline, or packed ones for the fir
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import GEMV_STACK
+from tilefuse.configurations import GEMV_STACK, Op
+from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, program, words
 from tilefuse.layout import NT
 from tilefuse.plan import Plan
@@ -72,3 +74,7 @@ def gemv_baseline(iron: Any, plan: Plan) -> Any:
         for column in columns
     ]
     return program(iron, plan, workers, [x], w_in, y_out, ([config.columns // 2], columns, columns))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Op.GEMV_BASELINE))

@@ -21,7 +21,10 @@ NAMES = {
 }
 """Names by the module of mlir-aie (1.4) that has them. Designs also use ``device(columns)``."""
 
-INSTALL = "pip install mlir_aie -f https://github.com/Xilinx/mlir-aie/releases/expanded_assets/latest-wheels-4"
+INSTALL = (
+    "install it with `pip install mlir_aie -f "
+    "https://github.com/Xilinx/mlir-aie/releases/expanded_assets/latest-wheels-4`"
+)
 
 
 def aie_namespace() -> SimpleNamespace:
@@ -35,10 +38,12 @@ def aie_namespace() -> SimpleNamespace:
         try:
             loaded = importlib.import_module(module)
         except ImportError as error:
-            raise ToolchainError(f"emitting MLIR takes mlir-aie ({error}); {INSTALL}") from None
+            raise ToolchainError(f"emitting MLIR takes mlir-aie ({error}): {INSTALL}") from None
         for name in names:
             if not hasattr(loaded, name):
-                raise ToolchainError(f"the installed mlir-aie has no {module}.{name}; designs are for version 1.4")
+                raise ToolchainError(
+                    f"the installed mlir-aie has no {module}.{name}, and the designs are for version 1.4: {INSTALL}"
+                )
             found[name] = getattr(loaded, name)
     devices = importlib.import_module("aie.iron.device")
 

@@ -1,0 +1,45 @@
+"""Files that are there whole or not at all, and their hashes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes ``data`` under another name beside ``path`` and renames it; a failure leaves what was there before.
+
+    Raises:
+        OSError: The folder can't be written.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        # mkstemp keeps a file to its owner; others read ours as they read any.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def sha256(data: bytes) -> str:
+    """The hash of bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file's contents.
+
+    Raises:
+        OSError: It can't be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
