@@ -63,7 +63,7 @@ class Configuration:
     def __init__(self, design: Design, kernels: Mapping[str, PythonKernel]) -> None:
         self.design = design
         self.clock = Clock()
-        self.dram = Dram()
+        self.dram = Dram(self.clock)
         self.rings: list[Ring] = []
         self.flows: list[Flow] = []
         self.cores: dict[Place, Core] = {}
@@ -204,7 +204,7 @@ class Configuration:
 
     def _begin(self, timing_only: bool, trace: bool) -> None:
         now = self.clock.now
-        self.dram.bytes_read = self.dram.bytes_written = 0
+        self.dram.reset()
         for ring in self.rings:
             ring.poisons = not timing_only
         for core in self.cores.values():

@@ -288,32 +288,103 @@ class RingSink(RingEnd):
         return self.nbytes - self.remaining if self.remaining else 0
 
 
-class Dram:
-    """The host's memory: what all shims share, served in order of arrival."""
+class _Lane:
+    """Transfers of one direction; all go at the same rate, so each is done once ``passed`` has grown by its bytes."""
 
-    __slots__ = ("_any_free", "_any_rate", "_read_free", "_read_rate", "bytes_read", "bytes_written")
+    __slots__ = ("active", "moved", "passed", "rate")
 
     def __init__(self) -> None:
-        self._read_rate = arch.CLOCK_HZ / arch.DRAM_READ
-        self._any_rate = arch.CLOCK_HZ / arch.DRAM_TOTAL
-        self._read_free = self._any_free = 0.0
-        self.bytes_read = self.bytes_written = 0
+        self.active: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self.passed = self.rate = 0.0
+        self.moved = 0
 
-    def serve(self, now: float, nbytes: int, read: bool) -> float:
-        """When a transfer of ``nbytes`` that begins ``now`` is done, as far as the memory goes."""
-        done = self._any_free = max(self._any_free, now) + nbytes * self._any_rate
-        if read:
-            self.bytes_read += nbytes
-            self._read_free = max(self._read_free, now) + nbytes * self._read_rate
-            return max(done, self._read_free)
-        self.bytes_written += nbytes
-        return done
+
+class Dram:
+    """The host's memory, which all shims share fairly, burst by burst: no transfer is served before another.
+
+    Reads have `arch.DRAM_READ` at most, reads and writes together `arch.DRAM_TOTAL`, each transfer its stream's width.
+    """
+
+    __slots__ = ("_clock", "_count", "_lanes", "_read", "_since", "_total", "_turn")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._read = arch.DRAM_READ / arch.CLOCK_HZ
+        self._total = arch.DRAM_TOTAL / arch.CLOCK_HZ
+        self._lanes = (_Lane(), _Lane())
+        self._since = 0.0
+        self._count = self._turn = 0
+
+    @property
+    def bytes_read(self) -> int:
+        """Since `reset`."""
+        return self._lanes[0].moved
+
+    @property
+    def bytes_written(self) -> int:
+        """Since `reset`."""
+        return self._lanes[1].moved
+
+    def reset(self) -> None:
+        """Begins another run: nothing moved, nothing under way."""
+        for lane in self._lanes:
+            lane.moved = 0
+            lane.active.clear()
+
+    def transfer(self, nbytes: int, read: bool, done: Callable[[Any], None], argument: Any) -> None:
+        """Calls ``done(argument)`` when ``nbytes`` have moved."""
+        self._advance()
+        lane = self._lanes[0 if read else 1]
+        lane.moved += nbytes
+        self._count += 1
+        heapq.heappush(lane.active, (lane.passed + nbytes, self._count, done, argument))
+        self._share()
+
+    def _advance(self) -> None:
+        elapsed = self._clock.now - self._since
+        self._since = self._clock.now
+        for lane in self._lanes:
+            if lane.active:
+                lane.passed += elapsed * lane.rate
+
+    def _share(self) -> None:
+        """Sets the rates for the transfers under way, and when the first of them is done."""
+        reads, writes = self._lanes
+        readers, writers = len(reads.active), len(writes.active)
+        read = min(arch.STREAM_BYTES, self._read / readers) if readers else 0.0
+        write = float(arch.STREAM_BYTES)
+        if writers and readers * read + writers * write > self._total:
+            equal = self._total / (readers + writers)
+            if equal < read:
+                read = write = equal
+            else:
+                write = (self._total - readers * read) / writers
+        reads.rate, writes.rate = read, write
+        if readers or writers:
+            wait = min((lane.active[0][0] - lane.passed) / lane.rate for lane in self._lanes if lane.active)
+            self._turn += 1
+            self._clock.at(self._clock.now + wait, self._finish, self._turn)
+
+    def _finish(self, turn: int) -> None:
+        if turn != self._turn:
+            return
+        self._advance()
+        finished = []
+        for lane in self._lanes:
+            # Rounding of the waits: what is left is below a thousandth of a byte.
+            while lane.active and lane.active[0][0] <= lane.passed + 1e-3:
+                finished.append(heapq.heappop(lane.active))
+        self._share()
+        for _, _, done, argument in finished:
+            done(argument)
 
 
 class Flow:
     """What one stream carries."""
 
-    __slots__ = ("busy", "bytes_moved", "clock", "dram", "fifo", "not_before", "reads_dram", "sinks", "source", "spans")
+    __slots__ = (
+        "began", "busy", "bytes_moved", "clock", "dram", "fifo", "not_before", "reads_dram", "sinks", "source", "spans",
+    )  # fmt: skip
 
     def __init__(self, clock: Clock, fifo: str, source: Source, sinks: Sequence[Sink]) -> None:
         self.clock = clock
@@ -325,6 +396,8 @@ class Flow:
         self.dram: Dram | None = None
         """The host's memory, where an end is a shim's."""
         self.reads_dram = False
+        self.began = 0.0
+        """When the chunk under way began."""
         self.not_before = 0.0
         """When the source's or the sink's transfer can move its first byte."""
         self.spans: list[tuple[float, float]] | None = None
@@ -353,15 +426,16 @@ class Flow:
         for sink in self.sinks:
             if sink.remaining < nbytes:
                 nbytes = sink.remaining
-        end = now + nbytes / arch.STREAM_BYTES
-        if self.dram is not None:
-            end = max(end, self.dram.serve(now, nbytes, self.reads_dram))
         self.busy = True
-        if self.spans is not None:
-            self.spans.append((now, end))
-        self.clock.at(end, self._finish, nbytes)
+        self.began = now
+        if self.dram is not None:
+            self.dram.transfer(nbytes, self.reads_dram, self._finish, nbytes)
+        else:
+            self.clock.at(now + nbytes / arch.STREAM_BYTES, self._finish, nbytes)
 
     def _finish(self, nbytes: int) -> None:
+        if self.spans is not None:
+            self.spans.append((self.began, self.clock.now))
         data = self.source.read(nbytes)
         for sink in self.sinks:
             sink.write(data, nbytes)
