@@ -39,6 +39,9 @@ BF16_TILE_BYTES = KT * NT * 2
 GEMM_STACK = 3328
 """Bytes of stack, GEMM (0xD00, what mlir-aie's own whole-array GEMM asks for)."""
 
+GEMM_CONSTANTS = 192
+"""Bytes of constants that a GEMM kernel on bfp16 activations keeps in the core's memory."""
+
 GEMV_STACK = 2048
 """Bytes of stack, GEMV."""
 
@@ -278,6 +281,7 @@ class Configuration:
                 Item("activations", self.x_object, 2),
                 Item("results", self.y_object, 2),
                 scratch,
+                Item("constants", GEMM_CONSTANTS),
             )
         if self.op is Op.GEMM_BASELINE:
             return (

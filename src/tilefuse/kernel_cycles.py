@@ -49,7 +49,7 @@ _GEMM = {
     (8, 4, True): (1153, 360),
 }
 _GEMV = {
-    # (bits, groups in a tile): (prepare of x for a tile, main of a tile)
+    # (bits, groups in a tile): (prepare of a k tile of x, main of a tile)
     (4, 1): (125, 119),
     (4, 2): (137, 158),
     (4, 4): (161, 236),
@@ -70,4 +70,4 @@ def cycles_of(configuration: Configuration) -> KernelCycles:
     if configuration.op is Op.GEMM_BASELINE:
         return KernelCycles(prepare=296, main=2256, store=138, zero=139)
     prepare, main = _GEMV[weights.bits, weights.groups]
-    return KernelCycles(0, prepare + main, store=14, zero=4)
+    return KernelCycles(prepare, main, store=14, zero=4)
