@@ -1,4 +1,8 @@
-"""The AIE2P array on this machine: what is there so far are the microkernels (`tilefuse.emulator.kernels`)."""
+"""The AIE2P array on this machine.
+
+`tilefuse.emulator.kernels` are the microkernels, compiled for this machine; `tilefuse.emulator.iron` is the namespace
+that runs IRON designs with them on a model of the array (it needs greenlet: ``pip install 'tilefuse[emulator]'``).
+"""
 
 from __future__ import annotations
 

@@ -246,16 +246,22 @@ class Design:
 
     def __str__(self) -> str:
         lines = [f"{self.device}: {len(self.cores)} cores, {len(self.fifos)} fifos"]
+        alike: dict[str, list[TileUse]] = {}
         for place in sorted(self.tiles, key=lambda place: (place[1], place[0])):
             tile = self.tiles[place]
-            parts = [f"{tile}:"]
+            parts = []
             if tile.limits.memory:
                 parts.append(f"{tile.bytes_used} of {tile.limits.memory} bytes,")
                 parts.append(f"{tile.locks_used} of {tile.limits.locks} locks,")
                 parts.append(f"{tile.descriptors_used} of {tile.limits.descriptors} descriptors,")
             parts.append(f"{len(tile.inputs)} of {tile.limits.channels_in} channels in,")
             parts.append(f"{len(tile.outputs)} of {tile.limits.channels_out} out")
-            lines.append(" ".join(parts))
+            alike.setdefault(f"{tile.kind} {{}}: {' '.join(parts)}", []).append(tile)
+        for text, tiles in alike.items():
+            places = [str(tile.place) for tile in tiles]
+            lines.append(
+                text.format(", ".join(places) if len(places) <= 8 else f"{places[0]} and {len(places) - 1} more")
+            )
         return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from tilefuse.emulator import kernels
 from tilefuse.emulator.cores import Core, Element, LocalBuffer
 from tilefuse.emulator.kernels import EntryPoint
 from tilefuse.emulator.program import Buffer, Kernel
-from tilefuse.emulator.values import ArrayType
+from tilefuse.emulator.values import ArrayType, known
 from tilefuse.errors import DataflowError, DeviceError
 
 if TYPE_CHECKING:
@@ -97,9 +97,7 @@ class BoundKernel:
         memories: list[Any] = []
         for i, (given, declared) in enumerate(zip(arguments, self._types, strict=True)):
             if declared is None:
-                if not isinstance(given, int | np.integer):
-                    raise DeviceError(f"{self.name}: argument {i} is an integer by value, not a {type(given).__name__}")
-                memories.append(int(given))
+                memories.append(known(given, f"{self.name}: argument {i}, by value,"))
                 continue
             memory: Element | LocalBuffer
             if type(given) is Element:

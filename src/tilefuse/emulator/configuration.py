@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from greenlet import GreenletExit
 
 from tilefuse import arch
 from tilefuse._buffers import aligned_empty
 from tilefuse.emulator.array import Design, EndPlan, Pool, RingPlan
 from tilefuse.emulator.binding import BoundKernel, PythonKernel
-from tilefuse.emulator.cores import Core, CorePort, LocalBuffer
+from tilefuse.emulator.cores import Core, CorePort, LocalBuffer, let_go
 from tilefuse.emulator.engine import (
     POISON,
     Bytes,
@@ -70,6 +70,7 @@ class Configuration:
         self.channels: dict[tuple[str, bool], ShimChannel] = {}
         self._fingerprint = Fingerprint(design)
         self._broken: str | None = None
+        self._thread = threading.get_ident()
         self._shims: dict[int, Shim] = {}
         self._pools: dict[Pool, list[Bytes]] = {}
         self._rings: dict[RingPlan, Ring] = {}
@@ -169,6 +170,8 @@ class Configuration:
         design = _design(program)
         if self._broken is not None:
             raise DeviceError(f"this configuration hangs since a run failed ({self._broken}); load the program again")
+        if threading.get_ident() != self._thread:
+            raise DeviceError("a configuration runs on the thread that loaded it; load the program on this one")
         self._check_same(design)
         memories = _host_memories(design, arrays, timing_only)
         self._begin(timing_only, trace)
@@ -187,6 +190,7 @@ class Configuration:
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             self.clock.clear()
+            let_go(sequence.coroutine)
             raise
         return make_report(self, sequence, start)
 
@@ -298,9 +302,9 @@ class Configuration:
         return found
 
     def __del__(self) -> None:
+        # A suspended greenlet keeps alive what its frames refer to, itself included.
         for core in getattr(self, "cores", {}).values():
-            if core.coroutine and not core.coroutine.dead:
-                core.coroutine.throw(GreenletExit)
+            let_go(core.coroutine)
 
 
 def _some(lines: list[str]) -> list[str]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from greenlet import error as GreenletError
 from greenlet import getcurrent, greenlet
 
 from tilefuse import arch
@@ -46,6 +48,15 @@ def executing_core(what: str) -> Core:
     return core  # type: ignore[no-any-return]
 
 
+def let_go(suspended: Any) -> None:
+    """Lets a greenlet that will not be resumed go, with all that its frames refer to."""
+    if suspended is not None and suspended:
+        with suppress(GreenletError, ValueError):  # Another thread's can't be ended from here.
+            # This may be the garbage collector in the middle of another greenlet, where it must go on.
+            suspended.parent = getcurrent()
+            suspended.throw()
+
+
 class Memory:
     """Bytes of a core as a worker sees them: typed, indexable."""
 
@@ -59,16 +70,24 @@ class Memory:
 
     def load(self, index: Any) -> Any:
         """A scalar of it, as what the core reads: see `RuntimeInt`."""
-        value = self.array[index]
+        value = self.array[_index(index)]
         if isinstance(value, np.ndarray):
             raise DeviceError(f"{self.label}[{index}]: a core reads scalars; give all {value.ndim} indices more")
-        return RuntimeInt(value) if isinstance(value, np.integer) else value
+        return RuntimeInt(int(value)) if isinstance(value, np.integer) else value
 
     def store(self, index: Any, value: Any) -> None:
         """Writes a scalar."""
-        if isinstance(self.array[index], np.ndarray):
+        at = _index(index)
+        if isinstance(self.array[at], np.ndarray):
             raise DeviceError(f"{self.label}[{index}] = ...: a core writes scalars; give all indices")
-        self.array[index] = int(value) if isinstance(value, RuntimeInt) else value
+        self.array[at] = value.value if isinstance(value, RuntimeInt) else value
+
+
+def _index(index: Any) -> Any:
+    """An index, or several, as NumPy takes them."""
+    if isinstance(index, tuple):
+        return tuple(_index(i) for i in index)
+    return index.value if isinstance(index, RuntimeInt) else index
 
 
 class Element(Memory):
@@ -234,10 +253,11 @@ class Core:
         port, count = self._wanted
         if not isinstance(port, CorePort):
             return f"{self} waits for a barrier to become {count}"
-        kind = "room for" if port.is_prod else "a filled object, for"
+        objects = "object" if count == 1 else "objects"
+        kind = f"room for {count} {objects}" if port.is_prod else f"{count} {objects}"
         ring = port.ring
-        held = f" and holds {len(port.held)}" if port.held else ""
-        return f"{self} waits for {kind} {count} more in fifo '{ring.fifo}'{held}: {ring.state()} in {ring.place}"
+        held = f", holding {len(port.held)}" if port.held else ""
+        return f"{self} waits for {kind} of fifo '{ring.fifo}'{held}: {ring.state()} in {ring.place}"
 
     # --- what the worker's function does ---
 

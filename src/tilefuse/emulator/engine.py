@@ -153,7 +153,10 @@ class Port(Protocol):
     """Bytes until its current object or transfer ends; 0 where it has none yet."""
 
     def ready(self) -> bool:
-        """Whether it has an object or a transfer, taking the next one if it can."""
+        """Whether it has an object or a transfer, or could take one."""
+
+    def begin(self) -> None:
+        """Takes the next object, which is there; called where `remaining` is 0."""
 
     def waits_for(self) -> str:
         """What it lacks, in words."""
@@ -214,18 +217,16 @@ class RingSource(RingEnd):
     """A channel that sends a ring's objects (MM2S)."""
 
     def ready(self) -> bool:
-        if self.remaining:
-            return True
+        return self.remaining > 0 or self.rings[self._at].filled > 0
+
+    def begin(self) -> None:
         ring = self.ring
-        if not ring.filled:
-            return False
         ring.filled -= 1
         ring.reading += 1
         self._begin(ring)
         pattern = self.patterns[self._at]
         if ring.live[self.slot]:
             self.stage = pattern.gather(self.slot) if pattern is not None else ring.slots[self.slot]
-        return True
 
     def waits_for(self) -> str:
         return f"an object of fifo '{self.ring.fifo}' in {self.ring.place} ({self.ring.state()})"
@@ -248,17 +249,15 @@ class RingSink(RingEnd):
     """A channel that fills a ring's objects (S2MM)."""
 
     def ready(self) -> bool:
-        if self.remaining:
-            return True
+        return self.remaining > 0 or self.rings[self._at].free > 0
+
+    def begin(self) -> None:
         ring = self.ring
-        if not ring.free:
-            return False
         ring.free -= 1
         ring.writing += 1
         self._begin(ring)
         self.data = True
         self.stage = ring.slots[self.slot] if self.patterns[self._at] is None else None
-        return True
 
     def waits_for(self) -> str:
         return f"room in fifo '{self.ring.fifo}' in {self.ring.place} ({self.ring.state()})"
@@ -415,15 +414,19 @@ class Flow:
         source = self.source
         ready = source.ready()
         for sink in self.sinks:
-            ready = sink.ready() and ready
+            ready = sink.ready() and ready  # all are asked: a shim begins its task meanwhile
         if not ready:
             return
         now = self.clock.now
         if now < self.not_before:
             self.clock.at(self.not_before, self.start)
             return
+        if not source.remaining:
+            source.begin()
         nbytes = source.remaining
         for sink in self.sinks:
+            if not sink.remaining:
+                sink.begin()
             if sink.remaining < nbytes:
                 nbytes = sink.remaining
         self.busy = True
@@ -449,8 +452,8 @@ class Flow:
 
     def blocked(self) -> str | None:
         """What the flow waits for, None where it has nothing to move."""
-        lacking = [end.waits_for() for end in (self.source, *self.sinks) if not end.remaining and not end.ready()]
-        if not lacking or (not self.source.remaining and not self.partial):
+        lacking = [end.waits_for() for end in (self.source, *self.sinks) if not end.ready()]
+        if not lacking or not (self.source.ready() or self.partial):
             return None
         return f"the stream of fifo '{self.fifo}' waits for " + " and ".join(lacking)
 

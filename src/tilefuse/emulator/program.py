@@ -14,7 +14,7 @@ from tilefuse.emulator.cores import executing_core
 from tilefuse.emulator.fifo import ObjectFifo, ObjectFifoHandle, RuntimeEndpoint, refuse_unless_default
 from tilefuse.emulator.sequence import RuntimeData, running_sequence
 from tilefuse.emulator.tile import AnyComputeTile, Device, Tile
-from tilefuse.emulator.values import ArrayType, RuntimeInt, array_type, is_array_type, trips
+from tilefuse.emulator.values import ArrayType, RuntimeInt, array_type, is_array_type, known, trips
 from tilefuse.errors import DataflowError, DeviceError, DtypeError
 
 if TYPE_CHECKING:
@@ -30,21 +30,26 @@ def flatten(arguments: Any) -> Iterator[Any]:
             yield argument
 
 
-def range_(start: int, stop: int | None = None, step: int | None = None) -> Iterator[int]:
-    """A loop of the core's program, or of the run-time sequence.
+def range_(start: Any, stop: Any = None, step: Any = None) -> Iterator[Any]:
+    """A loop of the core's program, whose counter is a `RuntimeInt`, or of the run-time sequence.
 
     Raises:
-        DataflowError: A bound was read at run time and the worker has the static lowering of its fifos, or the end lies
-            below the start.
+        DataflowError: A bound is known at run time only and the worker has the static lowering of its fifos, or the
+            end lies below the start.
     """
     core = getattr(getcurrent(), "core", None)
+    counted = trips(start, stop, step)
+    if core is None:
+        yield from counted
+        return
     read = any(isinstance(bound, RuntimeInt) for bound in (start, stop, step))
-    if core is not None and read and core.worker.dynamic_objfifo_lowering is not True:
+    if read and core.worker.dynamic_objfifo_lowering is not True:
         raise DataflowError(
-            f"{core}: range_ over a value read at run time: the static lowering of fifos unrolls loops by their trip "
-            "counts and cannot; pass dynamic_objfifo_lowering=True to the Worker"
+            f"{core}: range_ over a value known at run time only: the static lowering of fifos unrolls loops by "
+            "their trip counts and cannot; pass dynamic_objfifo_lowering=True to the Worker"
         )
-    return trips(start, stop, step)
+    for i in counted:
+        yield RuntimeInt(i)
 
 
 class Buffer:
@@ -223,20 +228,20 @@ class WorkerRuntimeBarrier:
         """Waits, in a worker, until the host has set ``value``; the lock keeps it."""
         core = executing_core("WorkerRuntimeBarrier.wait_for_value")
         self._check(core)
-        core.wait_barrier(self, int(value))
+        core.wait_barrier(self, known(value, "the value of a barrier"))
 
     def release_with_value(self, value: int) -> None:
         """Takes ``value`` off the lock, in a worker: so the next wait is for the next run."""
         core = executing_core("WorkerRuntimeBarrier.release_with_value")
         self._check(core)
-        core.barriers[self] -= int(value)
+        core.barriers[self] -= known(value, "the value of a barrier")
 
     def set(self, value: int) -> None:
         """Sets the lock of all its workers, in the run-time sequence."""
         sequence = running_sequence()
         if sequence is None:
             raise DeviceError("WorkerRuntimeBarrier.set is for the function of a Runtime")
-        sequence.set_barrier(self, int(value))
+        sequence.set_barrier(self, known(value, "the value of a barrier"))
 
     def _check(self, core: Any) -> None:
         if self not in core.barriers:

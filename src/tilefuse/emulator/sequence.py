@@ -169,6 +169,9 @@ class ShimChannel:
         self.flow.not_before = max(self.flow.not_before, self.clock.now + arch.DRAM_LATENCY * arch.CLOCK_HZ)
         return True
 
+    def begin(self) -> None:
+        """See `engine.Port`; `ready` begins tasks."""
+
     def waits_for(self) -> str:
         """See `engine.Port`."""
         return f"a {'fill' if self.sends else 'drain'} of fifo '{self.fifo}' by the run-time sequence"

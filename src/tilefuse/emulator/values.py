@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -68,36 +68,40 @@ def is_array_type(spelled: Any) -> bool:
     return get_origin(spelled) is np.ndarray
 
 
-class RuntimeInt(int):
-    """An integer that a core read from memory: known when it runs, not when its program is compiled.
+class RuntimeInt:
+    """An integer that a core knows when it runs and the compiler does not: read from memory, or counted by `range_`.
 
-    Arithmetic on it gives another. Python's own ``if`` and ``while`` cannot follow it, since the compiler would have to
-    decide them; neither can comparisons.
+    Arithmetic gives another; `range_`, kernels and indices take it. Python's own control flow and containers don't: the
+    compiler would have to decide them once for all runs.
     """
 
-    def __bool__(self) -> bool:
-        raise DataflowError(_CONDITION)
+    __slots__ = ("value",)
 
-    def _compare(self, other: object) -> bool:
-        raise DataflowError(_CONDITION)
+    def __init__(self, value: int) -> None:
+        self.value = int(value)
 
-    __lt__ = __le__ = __gt__ = __ge__ = _compare
-    __eq__ = __ne__ = _compare
-    __hash__ = int.__hash__
+    def _refuse(self, *_: object) -> Any:
+        raise DataflowError(
+            "Python asks for a value that the core only knows at run time (in range(), an index of a list, a "
+            "comparison, int()): use range_, or arithmetic on the value"
+        )
 
+    __bool__ = __int__ = __index__ = __float__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __eq__ = __ne__ = _refuse
+    __hash__ = object.__hash__
 
-_CONDITION = (
-    "a Python condition on a value that the core reads at run time: the compiler would fix it once for all runs; "
-    "use range_, or a mask computed from the value"
-)
+    def __repr__(self) -> str:
+        return f"RuntimeInt({self.value})"
 
 
 def _operator(function: Callable[[int, int], int], reflected: bool) -> Callable[[Any, Any], Any]:
     def method(self: RuntimeInt, other: Any) -> Any:
-        if not isinstance(other, int | np.integer):
+        if isinstance(other, RuntimeInt):
+            other = other.value
+        elif not isinstance(other, int | np.integer):
             return NotImplemented
-        a, b = (int(other), int(self)) if reflected else (int(self), int(other))
-        return RuntimeInt(function(a, b))
+        return RuntimeInt(function(int(other), self.value) if reflected else function(self.value, int(other)))
 
     return method
 
@@ -108,16 +112,27 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "and",
     setattr(RuntimeInt, f"__r{_name}__", _operator(_function, True))
 
 
-def trips(start: int, stop: int | None, step: int | None) -> Iterator[int]:
+def known(value: Any, what: str) -> int:
+    """The integer that ``value`` is when the program runs.
+
+    Raises:
+        DtypeError: It is none.
+    """
+    if isinstance(value, RuntimeInt):
+        return value.value
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return int(value)
+    raise DtypeError(f"{what} is a {type(value).__name__}, not an integer")
+
+
+def trips(start: Any, stop: Any, step: Any) -> range:
     """What `range_` counts, checked."""
     low, high = (0, start) if stop is None else (start, stop)
-    by = 1 if step is None else int(step)
-    for value in (low, high):
-        if not isinstance(value, int | np.integer):
-            raise DtypeError(f"range_ counts integers, not {type(value).__name__}")
+    first, end = known(low, "the start of range_"), known(high, "the end of range_")
+    by = 1 if step is None else known(step, "the step of range_")
     if by < 1:
         raise DataflowError(f"range_ with a step of {by}; loops count upwards, by 1 or more")
-    if int(high) < int(low):
-        origin = " (read from memory: was it written?)" if isinstance(high, RuntimeInt) else ""
-        raise DataflowError(f"range_({int(low)}, {int(high)}): the end lies below the start{origin}")
-    return iter(range(int(low), int(high), by))
+    if end < first:
+        origin = " (known at run time: was it written?)" if isinstance(high, RuntimeInt) else ""
+        raise DataflowError(f"range_({first}, {end}): the end lies below the start{origin}")
+    return range(first, end, by)
