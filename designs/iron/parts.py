@@ -72,17 +72,18 @@ def broadcast_rows(iron: Any, config: Configuration, order: Any = None) -> tuple
 def join_results(iron: Any, config: Configuration, rows: int, depth: int = 2) -> tuple[list[Any], list[list[Any]]]:
     """Fifos of results out of the memory tiles, and for each the four fifos of its column's cores.
 
-    A core sends ``rows`` x 64 bfloat16 in blocks of 8 x 8; four of them arrive as 4 ``rows`` rows of 64.
+    A core sends pieces of ``rows`` x 64 bfloat16 in blocks of 8 x 8; the memory tile joins so many of each of four
+    cores, one below the other in rows of 64.
     """
     line = NT // 2
-    blocks = [(rows // 8, 8 * line), (NT // 8, 4), (8, line), (4, 1)]
+    blocks = [(config.join * rows // 8, 8 * line), (NT // 8, 4), (8, line), (4, 1)]
     out, cores = [], []
     for column in range(config.columns):
-        fifo = iron.ObjectFifo(words(ROWS * config.y_object), depth=2, name=f"y{column}")
+        fifo = iron.ObjectFifo(words(config.y_l2_object), depth=2, name=f"y{column}")
         out.append(fifo)
         cores.append(
             fifo.prod().join(
-                [row * config.y_object // arch.WORD for row in range(ROWS)],
+                [row * config.join * config.y_object // arch.WORD for row in range(ROWS)],
                 tile=iron.Tile(column, arch.MEM_ROW),
                 depths=[depth] * ROWS,
                 obj_types=[words(config.y_object)] * ROWS,

@@ -72,9 +72,9 @@ const StagingKernels& kernels_of(CpuLevel level) {
 bool stage_rows(const StagingArgs& args, const StagingKernels& kernels, int64_t row0, int64_t first, int64_t last) {
   const int64_t group = row0 / kBandRows;
   const int64_t block = group / (kRows * args.bands);
-  const int64_t band = group / kRows % args.bands;
-  std::byte* out =
-      args.out + (((block * kRows + group % kRows) * args.k_tiles + first) * args.bands + band) * kBandBytes;
+  const int64_t array_row = group / args.joined % kRows;
+  const int64_t band = group % (kRows * args.bands) / (kRows * args.joined) * args.joined + group % args.joined;
+  std::byte* out = args.out + (((block * kRows + array_row) * args.k_tiles + first) * args.bands + band) * kBandBytes;
   const int64_t element = args.x_dtype == Dtype::f32 ? 4 : 2;
   const auto rows = static_cast<int>(std::clamp<int64_t>(args.m - row0, 0, kBandRows));
   alignas(64) uint16_t piece[kBandRows * kKt] = {};

@@ -21,11 +21,12 @@ struct StagingArgs {
   int64_t k = 0;
   const int32_t* perm = nullptr;  // [k]: input channel i of the tiles is x[perm[i]]; null: identity
 
-  // [row_blocks][4 rows of the array][k_tiles][bands][2304]: band b of array row r has the rows (4 b + r) 16 and on of
-  // its row block. Zero beyond m and k.
+  // [row_blocks][4 rows of the array][k_tiles][bands][2304]. Of a row block, the first 16 * joined rows are the first
+  // `joined` bands of array row 0, the next ones those of row 1, and so on. Zero beyond m and k.
   std::byte* out = nullptr;
   int64_t k_tiles = 0;
-  int64_t bands = 0;
+  int64_t bands = 0;  // a multiple of `joined`
+  int64_t joined = 1;
   int64_t row_blocks = 0;
 };
 

@@ -100,6 +100,7 @@ def stage_bfp16(
     out: int,
     k_tiles: int,
     bands: int,
+    joined: int,
     row_blocks: int,
     /,
 ) -> tuple[int, int] | None: ...

@@ -106,13 +106,15 @@ DRAM_READ = 47e9
 """Bytes a second that all shims read together where reads are long and linear (observed: pure DMA 47, in a GEMM 57)."""
 
 DRAM_TOTAL = 63e9
-"""Bytes a second, reads and writes together (observed: 63 to 70)."""
+"""Bytes a second, reads and writes together (observed: 63 to 70). Writes have what reads leave of it (assumed: memory
+controllers serve reads first)."""
 
 DRAM_LATENCY = 500e-9
 """Seconds from a descriptor's start to its first data (assumed)."""
 
-TASK_ISSUE = 0.8e-6
-"""Seconds that the command processor takes for a task: about 12 registers to write, at 66 ns each (observed)."""
+TASK_ISSUE = 0.3e-6
+"""Seconds that the command processor takes for a task: three commands, which write a descriptor's eight words, patch
+its address and push it. A command of one word takes 66 ns (observed); the block is taken as two of them (assumed)."""
 
 SYNC_ISSUE = 0.1e-6
 """Seconds of a wait whose task has finished already (assumed)."""

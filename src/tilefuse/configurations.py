@@ -142,6 +142,8 @@ class Configuration:
         tiles: Packed tiles side by side in a core, GEMM: 1 or 2 (64 or 128 outputs).
         max_bands: Bands of 16 rows that a core has sums for, GEMM: 1 to `MOST_BANDS`, as memory permits.
         streams: Weight streams of a column, GEMV: 1 or 2.
+        join: Pieces of results that a memory tile takes from a core as one object, GEMM: 1, 2 or 4. More make room for
+            the results of more bands, so that cores are sooner rid of them; but a plan's bands must fill the objects.
 
     Raises:
         PlanError: It doesn't fit the array; the message has the budget.
@@ -153,6 +155,7 @@ class Configuration:
     tiles: int = 1
     max_bands: int = 1
     streams: int = 1
+    join: int = 1
 
     def __post_init__(self) -> None:
         gemm = self.op in (Op.GEMM, Op.GEMM_BASELINE)
@@ -165,6 +168,11 @@ class Configuration:
         self._check_option("tiles", self.tiles, 2, Op.GEMM)
         self._check_option("streams", self.streams, 2, Op.GEMV)
         self._check_option("max_bands", self.max_bands, MOST_BANDS, Op.GEMM)
+        self._check_option("join", self.join, 4, Op.GEMM)
+        if self.join == 3 or self.join > self.tiles * self.max_bands:
+            raise PlanError(
+                f"join = {self.join}: 1, 2 or 4 pieces, and no more than a core's {self.tiles * self.max_bands}"
+            )
         if self.tiles == 2 and not self.weights.side_by_side:
             raise PlanError(
                 f"tiles = 2 with {self.weights.tag}: the kernels take it for 4-bit weights with zero points; "
@@ -197,7 +205,7 @@ class Configuration:
     @cached_property
     def name(self) -> str:
         """Unique among configurations; what the xclbin's file is called."""
-        tile = f"_{self.max_bands}b" if self.op is Op.GEMM else f"_{self.streams}s" if self.op is Op.GEMV else ""
+        tile = {Op.GEMM: f"_{self.max_bands}b{self.join}j", Op.GEMV: f"_{self.streams}s"}.get(self.op, "")
         return f"{self.op}_{self.kernel.split('_', 1)[1]}{tile}_{self.columns}c"
 
     @cached_property
@@ -249,11 +257,20 @@ class Configuration:
         return 2 * PIECE_BYTES if self.op is Op.GEMM_BASELINE else NT * 2
 
     @property
+    def y_l2_object(self) -> int:
+        """Results that a memory tile joins: `join` pieces of each of the four cores."""
+        return ROWS * self.join * self.y_object
+
+    @property
     def w_l2_depth(self) -> int:
-        """Objects of weights in a memory tile."""
+        """Objects of weights in a memory tile: as many as its descriptors allow, whichever channels they fall to.
+
+        A GEMM's channels of one parity have 24 descriptors: 8 for the results' way out, a depth of weights in and one
+        out, 4 for activations, 2 for the results of a core.
+        """
         if self.op is Op.GEMV:
             return 4
-        return 3 if self.op is Op.GEMM else 2
+        return 5 if self.op is Op.GEMM else 2
 
     @property
     def x_l2_depth(self) -> int:
@@ -313,8 +330,13 @@ class Configuration:
         return (
             weights,
             Item("activations", self.x_l2_object, self.x_l2_depth),
-            Item("results", ROWS * self.y_object, 2),
+            Item("results", self.y_l2_object, 2),
         )
+
+    def takes_bands(self, bands: int) -> bool:
+        """Whether a GEMM's plan may have that many bands: they fit, and their results fill whole objects."""
+        pieces = self.join == self.tiles * bands or bands % self.join == 0
+        return 1 <= bands <= self.max_bands and pieces
 
 
 def most_bands(weights: Weights, columns: int, tiles: int) -> int:

@@ -49,7 +49,7 @@ def stage(plan: Plan, x: Any, perm: npt.NDArray[np.int32] | None = None, out: Wo
     out[: len(plan.parameters)] = plan.parameters
     if plan.configuration.op is Op.GEMM:
         data = out[plan.x_offset :].view(np.uint8)
-        stage_activations(view, perm, plan.layout.k_tiles, plan.bands, plan.row_blocks, data)
+        stage_activations(view, perm, plan.layout.k_tiles, plan.bands, plan.row_blocks, data, plan.joined)
         return out
     rows = _padded(view, perm, plan.y_rows, plan.layout.k_tiles * KT)
     if plan.configuration.streams == 2:

@@ -21,13 +21,15 @@ def stage_activations(
     bands: int,
     row_blocks: int,
     out: npt.NDArray[np.uint8],
+    joined: int = 1,
 ) -> None:
     """Writes ``x``, rounded to bfloat16 and then to bfp16, to ``out`` as the array's GEMM streams it.
 
     The bytes are those that a core's own conversion makes (docs/emulated-core.md, mode ``conv_even``), whatever the
-    CPU and the number of threads. ``out`` is [row_blocks][4 array rows][k_tiles][bands] bands of 2304 bytes, where band
-    b of array row r has the rows (4 b + r) * 16 to + 16 of its row block, and a band [16 k blocks][16 rows] of an
-    exponent and 8 mantissas. Rows beyond M and channels beyond K are zero.
+    CPU and the number of threads. ``out`` is [row_blocks][4 array rows][k_tiles][bands] bands of 2304 bytes, and a band
+    [16 k blocks][16 rows] of an exponent and 8 mantissas. Of a row block, the first 16 * joined rows are the first
+    ``joined`` bands of array row 0, the next ones those of row 1, and so on. Rows beyond M and channels beyond K are
+    zero.
 
     Args:
         x: [M, K], or [K] for one row.
@@ -36,6 +38,7 @@ def stage_activations(
         bands: Bands of an array row in a row block.
         row_blocks: Blocks of 64 * bands rows; together at least M rows.
         out: uint8, C-contiguous, row_blocks * 4 * k_tiles * bands * 2304 bytes; overwritten.
+        joined: Bands of an array row whose rows follow each other; divides ``bands``.
 
     Raises:
         ShapeError: ``x`` has more rows or channels than the blocks, ``out`` another size, or ``perm`` another length.
@@ -48,6 +51,8 @@ def stage_activations(
     for name, value in (("k_tiles", k_tiles), ("bands", bands), ("row_blocks", row_blocks)):
         if value < 1:
             raise ShapeError(f"{name} = {value}: pass at least 1")
+    if joined < 1 or bands % joined:
+        raise ShapeError(f"joined = {joined}: pass a divisor of the {bands} bands")
     rows, channels = BAND * ROWS * bands * row_blocks, KT * k_tiles
     if m > rows or k > channels:
         raise ShapeError(
@@ -76,6 +81,7 @@ def stage_activations(
         out.ctypes.data,
         k_tiles,
         bands,
+        joined,
         row_blocks,
     )
     if bad is not None:

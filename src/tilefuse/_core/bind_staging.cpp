@@ -15,7 +15,7 @@ namespace {
 
 std::optional<std::pair<int64_t, int64_t>> run_stage_bfp16(uintptr_t x, int x_dtype, int64_t x_stride, int64_t m,
                                                            int64_t k, uintptr_t perm, uintptr_t out, int64_t k_tiles,
-                                                           int64_t bands, int64_t row_blocks) {
+                                                           int64_t bands, int64_t joined, int64_t row_blocks) {
   const StagingArgs args = {.x = reinterpret_cast<const void*>(x),
                             .x_dtype = static_cast<Dtype>(x_dtype),
                             .x_stride = x_stride,
@@ -25,6 +25,7 @@ std::optional<std::pair<int64_t, int64_t>> run_stage_bfp16(uintptr_t x, int x_dt
                             .out = reinterpret_cast<std::byte*>(out),
                             .k_tiles = k_tiles,
                             .bands = bands,
+                            .joined = joined,
                             .row_blocks = row_blocks};
   std::optional<Place> bad;
   {

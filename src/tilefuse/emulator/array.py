@@ -225,20 +225,27 @@ class Design:
         pool = self._pool(f"fifo '{names}'", place, whole.depth, nbytes, len(branches))
         itemsize = whole.fifo.array_type.dtype.itemsize
         rings = []
-        for branch, offset in zip(branches, link.offsets, strict=True):
-            start, length = offset * itemsize, branch.fifo.array_type.nbytes
-            if start < 0 or start + length > nbytes:
+        # As in the compiler, a branch has the bytes up to the next one's offset; its own objects may be parts of that.
+        offsets = [offset * itemsize for offset in link.offsets]
+        for branch, start, end in zip(branches, offsets, [*offsets[1:], nbytes], strict=True):
+            length, part = end - start, branch.fifo.array_type.nbytes
+            if start < 0 or length <= 0:
                 raise ArrayLimitError(
-                    f"fifo '{branch.name}' has bytes {start} to {start + length} of an object of '{whole.name}', which "
-                    f"has {nbytes}"
+                    f"fifo '{branch.name}' has bytes {start} to {end} of an object of '{whole.name}', which has "
+                    f"{nbytes}; offsets must ascend within it"
                 )
             if start % arch.WORD:
                 raise ArrayLimitError(f"fifo '{branch.name}' begins at byte {start}, no multiple of {arch.WORD}")
+            if length % part:
+                raise ArrayLimitError(
+                    f"fifo '{branch.name}' has {length} bytes of an object of '{whole.name}' and objects of {part}: "
+                    "these must fill it"
+                )
             rings.append(RingPlan(names if branch is whole else branch.name, pool, start, length))
-        covered = sum(ring.nbytes for ring in rings)
-        if covered != nbytes:
+        if offsets[0] != 0:
             raise ArrayLimitError(
-                f"the {len(rings)} fifos linked with '{whole.name}' have {covered} of the {nbytes} bytes of its objects"
+                f"the {len(rings)} fifos linked with '{whole.name}' leave out the first {offsets[0]} bytes of its "
+                "objects"
             )
         return rings
 

@@ -299,9 +299,10 @@ class _Lane:
 
 
 class Dram:
-    """The host's memory, which all shims share fairly, burst by burst: no transfer is served before another.
+    """The host's memory, which all shims share burst by burst: all reads go at one rate, and all writes.
 
-    Reads have `arch.DRAM_READ` at most, reads and writes together `arch.DRAM_TOTAL`, each transfer its stream's width.
+    Reads have `arch.DRAM_READ` at most and go first; writes have what they leave of `arch.DRAM_TOTAL`. No transfer is
+    faster than its stream.
     """
 
     __slots__ = ("_clock", "_count", "_lanes", "_read", "_since", "_total", "_turn")
@@ -351,14 +352,8 @@ class Dram:
         reads, writes = self._lanes
         readers, writers = len(reads.active), len(writes.active)
         read = min(arch.STREAM_BYTES, self._read / readers) if readers else 0.0
-        write = float(arch.STREAM_BYTES)
-        if writers and readers * read + writers * write > self._total:
-            equal = self._total / (readers + writers)
-            if equal < read:
-                read = write = equal
-            else:
-                write = (self._total - readers * read) / writers
-        reads.rate, writes.rate = read, write
+        left = self._total - readers * read
+        reads.rate, writes.rate = read, min(arch.STREAM_BYTES, left / writers) if writers else 0.0
         if readers or writers:
             wait = min((lane.active[0][0] - lane.passed) / lane.rate for lane in self._lanes if lane.active)
             self._turn += 1

@@ -36,34 +36,49 @@ def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None 
         if tiles is None and count == 2 and not (weights.side_by_side and layout.tiles_per_column > 1):
             continue
         most = most_bands(weights, layout.columns, count)
-        config = Configuration(Op.GEMM, weights, layout.columns, count, max(most, bands or 1))
+        if bands is not None and bands > most:
+            Configuration(Op.GEMM, weights, layout.columns, count, bands)  # says why not
         if count == 2 and layout.tiles_per_column < 2:
             raise PlanError(
                 f"tiles = 2 with N = {layout.n}: a column has {layout.tiles_per_column} tile of outputs; take tiles = 1"
             )
-        choices = _band_choices(-(-m // (BAND * ROWS)), most) if bands is None else (bands,)
-        candidates += [_gemm(config, layout, m, choice) for choice in choices]
-    return min(candidates, key=lambda plan: plan.costs.total)
+        for config in _configurations(weights, layout.columns, count, most):
+            choices = _band_choices(config, -(-m // (BAND * ROWS))) if bands is None else (bands,)
+            candidates += [_gemm(config, layout, m, choice) for choice in choices if config.takes_bands(choice)]
+    if not candidates:
+        raise PlanError(f"tiles = 2 with bands = {bands}: two tiles side by side take 2 or 4 bands")
+    return min(candidates, key=lambda plan: (plan.costs.total, plan.costs.compute + plan.costs.y_wait))
 
 
-def _band_choices(needed: int, most: int) -> Iterator[int]:
-    """Bands worth a plan for ``needed`` bands in all: each yields more row blocks, but fewer padded rows.
+def _configurations(weights: Weights, columns: int, tiles: int, most: int) -> Iterator[Configuration]:
+    """Configurations worth an xclbin: results joined by fours where there are many, one by one where there are few."""
+    if tiles == 2:
+        yield Configuration(Op.GEMM, weights, columns, tiles, most - most % 2, join=4)
+        return
+    yield Configuration(Op.GEMM, weights, columns, tiles, most)
+    if most >= 4:
+        yield Configuration(Op.GEMM, weights, columns, tiles, most - most % 4, join=4)
 
-    Whatever has neither fewer row blocks nor fewer rows costs no less in any part.
-    """
+
+def _band_choices(config: Configuration, needed: int) -> Iterator[int]:
+    """Bands worth a plan for ``needed`` bands in all: each yields more row blocks, but fewer padded rows."""
     least = None
-    for limit in range(most, 0, -1):
-        row_blocks = -(-needed // limit)
-        bands = -(-needed // row_blocks)
-        if least is None or row_blocks * bands < least:
-            least = row_blocks * bands
+    for bands in range(config.max_bands, 0, -1):
+        rows = -(-needed // bands) * bands
+        if config.takes_bands(bands) and (least is None or rows < least):
+            least = rows
             yield bands
 
 
-def _results(layout: Stored, column: int, first: int, count: int, first_row: int, rows: int) -> Transfer:
-    """Output tiles ``first`` to ``first + count`` of a column, of ``rows`` rows of y."""
+def _results(
+    layout: Stored, column: int, first: int, count: int, first_row: int, rows: int, by_core: bool = False
+) -> Transfer:
+    """Output tiles ``first`` to ``first + count`` of a column, of ``rows`` rows of y, or all tiles core by core."""
     half_n, step = layout.n_padded // 2, layout.columns * NT // 2
     start = first_row * half_n + first * step + column * NT // 2
+    if by_core:
+        share = rows // ROWS
+        return Transfer("y", column, Tap(start, (ROWS, count, share, NT // 2), (share * half_n, step, half_n, 1)))
     return Transfer("y", column, Tap(start, (1, count, rows, NT // 2), (0, step, half_n, 1)))
 
 
@@ -107,7 +122,10 @@ def _gemm(config: Configuration, layout: Layout, m: int, bands: int) -> Plan:
             if not segments:
                 transfers += [Transfer("x", row, Tap.run(0, head)) for row in range(ROWS)]
             transfers += activations(row_block, count // config.tiles)
-            transfers += [_results(layout, column, first, count, row_block * block, block) for column in range(columns)]
+            # A joined object of two output tiles has all that a core made, before what the next one made.
+            by_core = bands < config.join
+            row = row_block * block
+            transfers += [_results(layout, column, first, count, row, block, by_core) for column in range(columns)]
             segments.append(Segment(tuple(transfers)))
     return Plan(
         config,

@@ -34,8 +34,10 @@ class Costs:
     """The channel that brings a core its activations."""
     w_stream: float
     """The channel that brings a column its weights."""
+    y_wait: float
+    """Cores waiting for their results to leave: what a memory tile has no room for waits for the column's stream."""
     y_stream: float
-    """The channel that takes a core's results away; the core waits for most of it."""
+    """The channel that takes a column's results to the host."""
     dram: float
     control: float
     """The command processor, issuing tasks."""
@@ -43,9 +45,10 @@ class Costs:
     @property
     def _parts(self) -> dict[str, float]:
         return {
-            "compute": self.compute + self.y_stream,
+            "compute": self.compute + self.y_wait,
             "activation stream": self.x_stream,
             "weight stream": self.w_stream,
+            "result stream": self.y_stream,
             "DRAM": self.dram,
             "command processor": self.control,
         }
@@ -144,6 +147,11 @@ class Plan:
         return {Op.GEMM: ROWS * BAND, Op.GEMM_BASELINE: 2 * ROWS * BAND}.get(op, 1)
 
     @property
+    def joined(self) -> int:
+        """Bands of a core whose rows follow each other in a row block."""
+        return min(self.bands, self.configuration.join)
+
+    @property
     def passes(self) -> int:
         """Times that the activations of a row block are used: output tiles of a column, or pairs of them."""
         return -(-self.layout.tiles_per_column // self.configuration.tiles)
@@ -201,17 +209,20 @@ class Plan:
         compute = steps / in_rows * cycles.step(self.bands) + outputs * cycles.output(self.bands)
         if config.op in (Op.GEMV, Op.GEMV_BASELINE):
             x_bytes = sum(arch.WORD * t.tap.words for t in self.transfers() if (t.stream, t.index) == ("x", 0))
-            y_bytes = 0  # a tile's are 128 bytes
+            y_core = y_room = 0  # a tile's are 128 bytes
         else:
             x_bytes = steps * self.bands * config.x_object
-            y_bytes = outputs * self.bands * config.tiles * config.y_object
+            y_core = self.bands * config.tiles * config.y_object
+            y_room = 2 * config.y_l2_object
+        y_column = ROWS * y_core
         read, written = self.dram_bytes
         second = arch.CLOCK_HZ * arch.STREAM_BYTES
         return Costs(
             compute=compute / arch.CLOCK_HZ,
             x_stream=x_bytes / second,
             w_stream=self.bytes_of("w") / config.columns / config.streams / second,
-            y_stream=y_bytes / second,
+            y_wait=outputs * max(y_core, y_column - y_room) / second,
+            y_stream=outputs * y_column / second,
             dram=max(read / arch.DRAM_READ, (read + written) / arch.DRAM_TOTAL),
             control=self.tasks * arch.TASK_ISSUE,
         )
