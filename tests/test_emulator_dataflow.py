@@ -323,7 +323,7 @@ def test_timing_only_counts_by_the_head_of_the_buffer() -> None:
 
 def test_timing_only_says_which_data_are_missing() -> None:
     program = counted_design(5)
-    with pytest.raises(DataflowError, match="reading an object of fifo 'a'.*the host's buffer was given, or its head"):
+    with pytest.raises(DataflowError, match=r"reading an object of fifo 'a'.*the host's buffer was given, or its head"):
         run(program, None, None, timing_only=True)
 
 
@@ -355,7 +355,7 @@ def test_what_a_core_function_captures_counts() -> None:
 
     configuration = iron.load(design(2), KERNELS)
     configuration.run(design(2), count(1024), np.zeros(1024, np.int32))
-    with pytest.raises(DeviceError, match="captured 'n': 2 loaded, 4 new"):
+    with pytest.raises(DeviceError, match=r"captured 'n': 2 loaded, 4 new"):
         configuration.run(design(4), count(1024), np.zeros(1024, np.int32))
 
 
@@ -446,13 +446,13 @@ def test_host_arrays_are_checked() -> None:
     program = copy_design()
     configuration = iron.load(program, KERNELS)
     a, c = count(1024), np.zeros(1024, np.int32)
-    with pytest.raises(ShapeError, match="takes 2 buffers; 1 are given"):
+    with pytest.raises(ShapeError, match=r"takes 2 buffers; 1 are given"):
         configuration.run(program, a)
     with pytest.raises(ShapeError, match=r"host buffer 1 has 2048 bytes; the sequence declares int32\[1024\], 4096"):
         configuration.run(program, a, c[:512])
-    with pytest.raises(ShapeError, match="not C-contiguous"):
+    with pytest.raises(ShapeError, match=r"not C-contiguous"):
         configuration.run(program, np.zeros(2048, np.int32)[::2], c)
-    with pytest.raises(ShapeError, match="timing_only=True"):
+    with pytest.raises(ShapeError, match=r"timing_only=True"):
         configuration.run(program, a, None)
     configuration.run(program, a.view(np.uint8), c.view(np.float32))
     assert np.array_equal(c, a)

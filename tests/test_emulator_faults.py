@@ -48,7 +48,7 @@ def fails(error: type[TileFuseError], message: str, **design: Any) -> str:
     return str(raised.value)
 
 
-# --- deadlocks ----------------------------------------------------------------------------------------------------------
+# --- deadlocks --------------------------------------------------------------------------------------------------------
 
 
 def test_a_drain_of_what_nothing_sends() -> None:
@@ -136,7 +136,7 @@ def test_a_depth_of_one_where_two_are_needed() -> None:
         x.release(2)
         y.release(1)
 
-    with pytest.raises(ValueError, match="2 objects to acquire are more than the depth 1"):
+    with pytest.raises(ValueError, match=r"2 objects to acquire are more than the depth 1"):
         run(copy_design(256, core=window, depth=1), count(256), np.zeros(256, np.int32))
 
 
@@ -162,7 +162,7 @@ def test_workers_of_dropped_configurations_are_let_go() -> None:
     assert core() is None
 
 
-# --- transfers ----------------------------------------------------------------------------------------------------------
+# --- transfers --------------------------------------------------------------------------------------------------------
 
 
 def test_freed_too_early() -> None:
@@ -198,7 +198,7 @@ def test_a_token_does_not_say_whose_it_is() -> None:
 
     slow = {"copy": PythonKernel(lambda x, y: y.__setitem__(slice(None), x), 10000, (1,))}
     program = copy_design(256, sequence=sequence)
-    with pytest.raises(DataflowError, match="drain 1 of fifo 'c' is freed too early"):
+    with pytest.raises(DataflowError, match=r"drain 1 of fifo 'c' is freed too early"):
         iron.load(program, slow).run(program, count(256), np.zeros(256, np.int32))
 
 
@@ -228,16 +228,16 @@ def test_task_groups(which: str) -> None:
 
 
 def test_transfers_belong_into_sequences() -> None:
-    with pytest.raises(RuntimeError, match="in the function given to Runtime"):
+    with pytest.raises(RuntimeError, match=r"in the function given to Runtime"):
         TaskGroup()
     a = ObjectFifo(words(16), name="a")
     with pytest.raises(DeviceError, match=r"'a'.prod\(\).fill: only the function given to Runtime"):
         a.prod().fill(None)
     with pytest.raises(DeviceError, match=r"'a'.prod\(\).acquire: only a worker's function"):
         a.prod().acquire(1)
-    with pytest.raises(ValueError, match="fill.. is for a producer's handle"):
+    with pytest.raises(ValueError, match=r"fill.. is for a producer's handle"):
         a.cons().fill(None)
-    with pytest.raises(ValueError, match="drain.. is for a consumer's handle"):
+    with pytest.raises(ValueError, match=r"drain.. is for a consumer's handle"):
         a.prod().drain(None)
 
 
@@ -245,7 +245,7 @@ def test_what_is_drained_must_come_from_the_sequences_buffers() -> None:
     def sequence(a: Any, c: Any, into: Any, out: Any) -> None:
         into.fill(np.zeros(4))
 
-    with pytest.raises(ValueError, match="is no buffer of the sequence"):
+    with pytest.raises(ValueError, match=r"is no buffer of the sequence"):
         run(copy_design(256, sequence=sequence), count(256), np.zeros(256, np.int32))
     fails(
         DataflowError,
@@ -254,7 +254,7 @@ def test_what_is_drained_must_come_from_the_sequences_buffers() -> None:
     )
 
 
-# --- objects and buffers ------------------------------------------------------------------------------------------------
+# --- objects and buffers ----------------------------------------------------------------------------------------------
 
 
 def test_an_object_used_after_its_release() -> None:
@@ -379,7 +379,7 @@ def test_a_worker_that_never_waits() -> None:
     fails(DataflowError, "returned without having acquired anything", core=lambda x, y, kernel: None)
 
 
-# --- run-time values ----------------------------------------------------------------------------------------------------
+# --- run-time values --------------------------------------------------------------------------------------------------
 
 
 def looping(loop: Callable[[Any], Any]) -> Callable[..., None]:
@@ -426,7 +426,7 @@ def test_a_count_of_poison() -> None:
     )
 
 
-# --- kernels ------------------------------------------------------------------------------------------------------------
+# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def test_kernel_calls_are_checked() -> None:
@@ -455,7 +455,7 @@ def test_kernel_calls_are_checked() -> None:
 
     scale = Kernel("scale", "scale.o", [words(64), np.int32])
     program = copy_design(256, core=array, extra=(scale,))
-    with pytest.raises(DtypeError, match="scale: argument 1, by value, is a Element, not an integer"):
+    with pytest.raises(DtypeError, match=r"scale: argument 1, by value, is a Element, not an integer"):
         iron.load(program, KERNELS | {"scale": PythonKernel(lambda a, b: None, 1)}).run(
             program, count(256), np.zeros(256, np.int32)
         )
@@ -474,10 +474,10 @@ def test_errors_name_the_worker() -> None:
 def test_buffers_of_other_tiles_are_refused() -> None:
     shared = buffer(16, "shared")
     Worker(copy_core, [shared], tile=Tile(0, CORE))
-    with pytest.raises(ValueError, match="buffer 'shared' is shared by workers"):
+    with pytest.raises(ValueError, match=r"buffer 'shared' is shared by workers"):
         Worker(copy_core, [shared], tile=Tile(0, CORE + 1))
     far = iron.Buffer(words(16), name="far", tile=Tile(0, CORE))
-    with pytest.raises(DeviceError, match="keeps a worker's buffers in its own tile"):
+    with pytest.raises(DeviceError, match=r"keeps a worker's buffers in its own tile"):
         Worker(copy_core, [far], tile=Tile(0, CORE + 1))
 
 
@@ -487,7 +487,7 @@ def test_a_link_in_a_core_is_refused() -> None:
     worker = Worker(copy_core, [b.cons()], tile=Tile(1, CORE))
     ends = [a.prod(tile=Tile(0, SHIM))]
     with pytest.raises(
-        ArrayLimitError, match="the link of fifo 'a' is pinned to Tile.0, 2., a core; it needs a memtile"
+        ArrayLimitError, match=r"the link of fifo 'a' is pinned to Tile.0, 2., a core; it needs a memtile"
     ):
         Program(iron.device(2), Runtime(lambda _: None, ends), [worker]).resolve_program()
     assert MEM == 1

@@ -40,7 +40,7 @@ def lay(workers: list[Worker], handles: Sequence[Any], columns: int = 8) -> Desi
     return Program(iron.device(columns), Runtime(nothing, list(handles)), workers).resolve_program()
 
 
-# --- the tables of a real compiler --------------------------------------------------------------------------------------
+# --- the tables of a real compiler ------------------------------------------------------------------------------------
 
 
 def gemm(a_depth: int = 2, b_depth: int = 4, c_depth: int = 2, *, l1: Sequence[tuple[int, int]] = ()) -> Design:
@@ -76,7 +76,7 @@ def test_deeper_weights_that_passed(depth: int) -> None:
 
 def test_weights_that_were_too_deep() -> None:
     """12 deep failed on channel 3: the odd channels' 24 descriptors were used up."""
-    with pytest.raises(ArrayLimitError, match="odd channels have 24 descriptors; the design needs 28.*take smaller"):
+    with pytest.raises(ArrayLimitError, match=r"odd channels have 24 descriptors; the design needs 28.*take smaller"):
         gemm(b_depth=12)
 
 
@@ -127,7 +127,7 @@ def test_gemv_bytes_and_cores() -> None:
 
 def test_a_gemv_split_that_was_too_deep() -> None:
     """4 deep with x failed on channel 4 of the 24 descriptors of the even ones."""
-    with pytest.raises(ArrayLimitError, match="even channels have 24 descriptors; the design needs 26"):
+    with pytest.raises(ArrayLimitError, match=r"even channels have 24 descriptors; the design needs 26"):
         gemv(4, True)
 
 
@@ -172,7 +172,7 @@ def test_core_memories_that_failed(a: tuple[int, int], b: tuple[int, int]) -> No
         assert what in text
 
 
-# --- one by one ---------------------------------------------------------------------------------------------------------
+# --- one by one -------------------------------------------------------------------------------------------------------
 
 
 def test_memory_tile_bytes() -> None:
@@ -205,7 +205,7 @@ def test_memory_tile_channels() -> None:
 def test_a_pinned_channel() -> None:
     a, b = ObjectFifo(words(16), name="a"), ObjectFifo(words(16), name="b")
     worker = Worker(nothing, [a.cons(channel=0), b.cons(channel=0)], tile=Tile(0, CORE))
-    with pytest.raises(ArrayLimitError, match="channel 0 of core .0, 2. is not to be had: fifo 'a' has it"):
+    with pytest.raises(ArrayLimitError, match=r"channel 0 of core .0, 2. is not to be had: fifo 'a' has it"):
         lay([worker], [a.prod(tile=Tile(0, SHIM)), b.prod(tile=Tile(0, SHIM))])
     design = copy_design().resolve_program()
     assert [channel.number for channel in design.tiles[0, CORE].inputs] == [0]
@@ -219,13 +219,13 @@ def test_core_locks() -> None:
 
 def test_a_lock_counts_to_63() -> None:
     copy_design(l2_words=64, l2_depth=12).resolve_program()
-    with pytest.raises(ArrayLimitError, match="64 objects; a lock counts up to 63"):
+    with pytest.raises(ArrayLimitError, match=r"64 objects; a lock counts up to 63"):
         copy_design(l2_words=16, object_words=16, l2_depth=64).resolve_program()
 
 
 def test_core_descriptors() -> None:
     copy_design(object_words=16, depth=8).resolve_program()  # 8 in, 8 out
-    with pytest.raises(ArrayLimitError, match="its channels have 16 descriptors; the design needs 18"):
+    with pytest.raises(ArrayLimitError, match=r"its channels have 16 descriptors; the design needs 18"):
         copy_design(object_words=16, depth=9).resolve_program()
 
 
@@ -236,9 +236,9 @@ def test_one_worker_a_core_inside_the_device() -> None:
         lay([Worker(nothing, [], tile=Tile(4, CORE))], [], columns=4)
     with pytest.raises(ArrayLimitError, match=r"pinned to Tile\(0, 1\), a memtile; it needs a core"):
         lay([Worker(nothing, [], tile=Tile(0, MEM))], [])
-    with pytest.raises(ArrayLimitError, match="worker 'nothing' is not pinned to a core"):
+    with pytest.raises(ArrayLimitError, match=r"worker 'nothing' is not pinned to a core"):
         lay([Worker(nothing, [])], [])
-    with pytest.raises(ArrayLimitError, match="9 columns; npu2 has 1 to 8"):
+    with pytest.raises(ArrayLimitError, match=r"9 columns; npu2 has 1 to 8"):
         iron.device(9)
 
 
@@ -306,17 +306,17 @@ def test_patterns_of_bytes_move_words(dims: Any, message: str | None) -> None:
 def test_stream_dims_at_a_shim() -> None:
     a = ObjectFifo(words(64), name="a", dims_to_stream=[(8, 1), (8, 8)])
     worker = Worker(nothing, [a.cons()], tile=Tile(0, CORE))
-    with pytest.raises(ArrayLimitError, match="at a shim; there the run-time sequence gives the pattern"):
+    with pytest.raises(ArrayLimitError, match=r"at a shim; there the run-time sequence gives the pattern"):
         lay([worker], [a.prod(tile=Tile(0, SHIM))])
 
 
 def test_lengths() -> None:
-    with pytest.raises(ArrayLimitError, match="16384 words; a descriptor of a core moves 16383 at most"):
+    with pytest.raises(ArrayLimitError, match=r"16384 words; a descriptor of a core moves 16383 at most"):
         copy_design(object_words=16384, l2_words=16384, depth=1).resolve_program()
-    with pytest.raises(ArrayLimitError, match="131072 words; a descriptor of a memtile moves 131071 at most"):
+    with pytest.raises(ArrayLimitError, match=r"131072 words; a descriptor of a memtile moves 131071 at most"):
         copy_design(object_words=1024, l2_words=1 << 17, l2_depth=1).resolve_program()
     odd = ObjectFifo(np.ndarray[(6,), np.dtype[np.uint8]], name="a")
-    with pytest.raises(ArrayLimitError, match="6 bytes; DMAs move multiples of 4"):
+    with pytest.raises(ArrayLimitError, match=r"6 bytes; DMAs move multiples of 4"):
         lay([Worker(nothing, [odd.cons()], tile=Tile(0, CORE))], [odd.prod(tile=Tile(0, SHIM))])
 
 
@@ -324,36 +324,36 @@ def test_links_cover_their_objects() -> None:
     a = ObjectFifo(words(64), name="a")
     parts = a.cons().split([0, 16], tile=Tile(0, MEM), obj_types=[words(16)] * 2)
     workers = [Worker(nothing, [part.cons()], tile=Tile(0, CORE + i)) for i, part in enumerate(parts)]
-    with pytest.raises(ArrayLimitError, match="have 128 of the 256 bytes of its objects"):
+    with pytest.raises(ArrayLimitError, match=r"have 128 of the 256 bytes of its objects"):
         lay(workers, [a.prod(tile=Tile(0, SHIM))])
     a = ObjectFifo(words(64), name="a")
     parts = a.cons().split([0, 48], tile=Tile(0, MEM), obj_types=[words(32)] * 2)
     workers = [Worker(nothing, [part.cons()], tile=Tile(0, CORE + i)) for i, part in enumerate(parts)]
-    with pytest.raises(ArrayLimitError, match="bytes 192 to 320 of an object of 'a', which has 256"):
+    with pytest.raises(ArrayLimitError, match=r"bytes 192 to 320 of an object of 'a', which has 256"):
         lay(workers, [a.prod(tile=Tile(0, SHIM))])
 
 
 def test_sixteen_host_buffers() -> None:
     Program(iron.device(1), Runtime(nothing, [words(4)] * 16)).resolve_program()
-    with pytest.raises(ArrayLimitError, match="takes 17 buffers of the host; there can be 16"):
+    with pytest.raises(ArrayLimitError, match=r"takes 17 buffers of the host; there can be 16"):
         Program(iron.device(1), Runtime(nothing, [words(4)] * 17)).resolve_program()
 
 
 def test_fifos_need_both_ends() -> None:
     a = ObjectFifo(words(16), name="a")
-    with pytest.raises(ValueError, match="nothing produces fifo 'a'"):
+    with pytest.raises(ValueError, match=r"nothing produces fifo 'a'"):
         lay([Worker(nothing, [a.cons()], tile=Tile(0, CORE))], [])
     b = ObjectFifo(words(16), name="b")
-    with pytest.raises(ValueError, match="nothing consumes fifo 'b'"):
+    with pytest.raises(ValueError, match=r"nothing consumes fifo 'b'"):
         lay([Worker(nothing, [b.prod()], tile=Tile(0, CORE))], [])
     c = ObjectFifo(words(16), name="c")
     c.cons()
     with pytest.raises(ValueError, match=r"a cons\(\) of fifo 'c' belongs to nothing"):
         lay([Worker(nothing, [c.prod()], tile=Tile(0, CORE))], [])
     d = ObjectFifo(words(16), name="d")
-    with pytest.raises(ValueError, match="not the fifo"):
+    with pytest.raises(ValueError, match=r"not the fifo"):
         Worker(nothing, [d])
-    with pytest.raises(ValueError, match="has been given away already"):
+    with pytest.raises(ValueError, match=r"has been given away already"):
         [Worker(nothing, [end]) for end in [d.prod()] * 2]
 
 
@@ -378,13 +378,13 @@ def test_arguments_that_are_not_modelled_are_refused(option: dict[str, Any]) -> 
 
 
 def test_types_are_spelled_as_in_iron() -> None:
-    with pytest.raises(DtypeError, match="the object type of fifo 'a' is .*spell an array's type"):
+    with pytest.raises(DtypeError, match=r"the object type of fifo 'a' is .*spell an array's type"):
         ObjectFifo(np.int32, name="a")
-    with pytest.raises(DtypeError, match="argument 1 of f is .*; the emulator takes arrays, and np.int32 by value"):
+    with pytest.raises(DtypeError, match=r"argument 1 of f is .*; the emulator takes arrays, and np.int32 by value"):
         Kernel("f", "f.o", [words(4), np.float32])
 
 
-# --- run-time descriptors -------------------------------------------------------------------------------------------------
+# --- run-time descriptors ---------------------------------------------------------------------------------------------
 
 
 def fill_once(
@@ -431,12 +431,12 @@ def test_shim_descriptors(sizes: list[int], strides: list[int], message: str) ->
     ],
 )
 def test_shim_descriptors_that_pass(sizes: list[int], strides: list[int]) -> None:
-    with pytest.raises(DataflowError, match="freed too early|left data behind|stopped in the middle"):
+    with pytest.raises(DataflowError, match=r"freed too early|left data behind|stopped in the middle"):
         fill_once(sizes, strides)()
 
 
 def test_patterns_stay_inside_their_buffer() -> None:
-    with pytest.raises(DataflowError, match="it reaches element 1024 of a buffer of 1024"):
+    with pytest.raises(DataflowError, match=r"it reaches element 1024 of a buffer of 1024"):
         fill_once([1, 1, 1, 1024], [0, 0, 0, 1], offset=1, total=1024)()
 
 
@@ -480,7 +480,7 @@ def test_sixteen_descriptors_of_a_shim() -> None:
     ]
     ends = [fifo.prod(tile=Tile(0, SHIM)) for fifo in fifos[:2]] + [fifo.cons(tile=Tile(0, SHIM)) for fifo in fifos[2:]]
     program = Program(iron.device(2), Runtime(sequence, [words(16), *ends]), workers)
-    with pytest.raises(ArrayLimitError, match="fill 4 of fifo 'f0': shim 0 has 16 descriptors in use"):
+    with pytest.raises(ArrayLimitError, match=r"fill 4 of fifo 'f0': shim 0 has 16 descriptors in use"):
         run(program, np.zeros(16, np.int32))
 
 
@@ -500,7 +500,7 @@ def test_the_seventh_task_in_flight_is_lost() -> None:
 
     total = 1 << 14
     assert arch.MAX_IN_FLIGHT == 6
-    with pytest.raises(ArrayLimitError, match="fill 6 of fifo 'a'.*has 6 tasks in flight already"):
+    with pytest.raises(ArrayLimitError, match=r"fill 6 of fifo 'a'.*has 6 tasks in flight already"):
         run(copy_design(total, sequence=sequence(7)), count(total), np.zeros(total, np.int32))
     report = run(copy_design(total, sequence=sequence(6)), count(total), np.zeros(total, np.int32))
     assert report.max_in_flight == 6

@@ -182,6 +182,8 @@ class Core:
         self.finished = False
         self._began = False
         """Whether the worker has got past its first wait since its function started."""
+        self._runs = False
+        """Whether it has got past its first wait in this run: what it waits before that is no stall."""
         self._wanted: tuple[CorePort, int] | tuple[WorkerRuntimeBarrier, int] | None = None
         self.kernel_cycles = 0.0
         self.overhead_cycles = 0.0
@@ -199,6 +201,7 @@ class Core:
     def begin_run(self, now: float, *, computes: bool, traced: bool) -> None:
         """Sets the counters of a run to nothing."""
         self.time = now
+        self._runs = False
         self.computes = computes
         self.kernel_cycles = self.overhead_cycles = 0.0
         self.calls = Counter()
@@ -240,7 +243,7 @@ class Core:
         now = self.clock.now
         if now > before:
             wanted = self._wanted
-            if self._began and wanted is not None:
+            if self._runs and wanted is not None:
                 cause = wanted[0].ring.fifo if isinstance(wanted[0], CorePort) else "barrier"
                 self.stalls[cause] += now - before  # type: ignore[assignment]
             self.time = now
@@ -280,7 +283,7 @@ class Core:
                 self._wait()
             for _ in range(missing):
                 port.take()
-        self._began = True
+        self._began = self._runs = True
         self.time += arch.LOCK_CYCLES
         self.overhead_cycles += arch.LOCK_CYCLES
         return held[0] if count == 1 else [held[i] for i in range(count)]
@@ -319,7 +322,7 @@ class Core:
         if self.barriers[barrier] != value:
             self._wanted = (barrier, value)
             self._wait()
-        self._began = True
+        self._began = self._runs = True
 
     def set_barrier(self, barrier: WorkerRuntimeBarrier, value: int) -> None:
         """The host sets the lock."""
