@@ -8,6 +8,7 @@ RUN_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 KERNELS_ARGS ?=
+XCLBINS_ARGS ?=
 export CXX
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 
@@ -15,7 +16,7 @@ cpp := $(shell find kernels src/tilefuse/_core src/tilefuse/_emu -name '*.cpp' -
 build_inputs := pyproject.toml CMakeLists.txt $(cpp) $(shell find kernels -name CMakeLists.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test peers sanitize lint format bench kernels wheel clean
+.PHONY: help run test peers sanitize lint format bench kernels mlir xclbins wheel clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -46,6 +47,12 @@ bench: $(VENV)/.bench ## Measure against other libraries, model the kernels; wri
 
 kernels: $(VENV)/.installed ## Build the array's kernels with Peano into build/kernels
 	$(BIN)/python -m tilefuse.kernels_build $(KERNELS_ARGS)
+
+mlir: $(VENV)/.installed ## Emit the designs' MLIR into build/mlir (takes mlir-aie)
+	$(BIN)/python -m tilefuse.xclbins --emit-mlir $(XCLBINS_ARGS)
+
+xclbins: $(VENV)/.installed ## Build xclbins and instruction streams into build/xclbins (takes mlir-aie, Peano and XRT)
+	$(BIN)/python -m tilefuse.xclbins $(XCLBINS_ARGS)
 
 wheel: $(VENV)/.installed ## Build the wheel and the source distribution into dist/
 	rm -rf dist
@@ -90,7 +97,7 @@ $(VENV)/.stamp-run: $(build_inputs) | $(BIN)/python
 # A second environment holds the instrumented build. It sees the packages of .venv by path; Python reads no .pth file of a
 # directory added that way, so .venv's editable tilefuse stays out.
 SANITIZE := build/sanitize
-$(SANITIZE)/.installed: $(build_inputs) $(shell find src designs -name '*.py') | $(VENV)/.installed
+$(SANITIZE)/.installed: $(build_inputs) $(shell find src designs -name '*.py' -o -name '*.toml') | $(VENV)/.installed
 	$(BIN)/python -m venv --clear --without-pip $(SANITIZE)/venv
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > $$(echo $(SANITIZE)/venv/lib/python*/site-packages)/dependencies.pth

@@ -39,6 +39,7 @@ def checkout_files(repository: Path, folder: str) -> dict[str, bytes]:
 
 def test_wheel_carries_package_designs_and_kernel_sources(repository: Path, tmp_path: Path) -> None:
     expected = {f"tilefuse/designs/{name}": data for name, data in checkout_files(repository, "designs/iron").items()}
+    expected["tilefuse/designs/shapes.toml"] = checkout_files(repository, "designs")["shapes.toml"]
     for name, data in checkout_files(repository, "kernels").items():
         # What is compiled into the extensions, and how, is of no use beside them.
         if not name.startswith("cpu/") and not name.endswith("CMakeLists.txt"):
@@ -56,7 +57,7 @@ def test_wheel_carries_package_designs_and_kernel_sources(repository: Path, tmp_
     assert len(extensions) == 2
     assert found.keys() - extensions == expected.keys()
     assert {name: data for name, data in found.items() if name not in extensions} == expected
-    assert {"tilefuse/py.typed", "tilefuse/designs/__init__.py"} <= expected.keys()
+    assert {"tilefuse/py.typed", "tilefuse/designs/__init__.py", "tilefuse/plan/__init__.py"} <= expected.keys()
     # A plain install brings these three and nothing else.
     requires = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert sorted(line.split()[1].split(">")[0] for line in requires) == ["ml_dtypes", "numpy", "safetensors"]

@@ -12,6 +12,7 @@ from typing import Any
 
 from tilefuse import arch
 from tilefuse.errors import ToolchainError
+from tilefuse.kernels_build import MLIR_AIE_WHEEL, pip_install
 
 NAMES = {
     "aie.iron": ("ObjectFifo", "Worker", "Buffer", "Kernel", "Runtime", "TaskGroup", "Program"),
@@ -21,11 +22,6 @@ NAMES = {
 }
 """Names by the module of mlir-aie (1.4) that has them. Designs also use ``device(columns)``."""
 
-INSTALL = (
-    "install it with `pip install mlir_aie -f "
-    "https://github.com/Xilinx/mlir-aie/releases/expanded_assets/latest-wheels-4`"
-)
-
 
 def aie_namespace() -> SimpleNamespace:
     """The names of the installed mlir-aie.
@@ -33,16 +29,17 @@ def aie_namespace() -> SimpleNamespace:
     Raises:
         ToolchainError: It is not installed, or is of a version without these names.
     """
+    install = pip_install(MLIR_AIE_WHEEL)
     found: dict[str, Any] = {}
     for module, names in NAMES.items():
         try:
             loaded = importlib.import_module(module)
         except ImportError as error:
-            raise ToolchainError(f"emitting MLIR takes mlir-aie ({error}): {INSTALL}") from None
+            raise ToolchainError(f"emitting MLIR takes mlir-aie ({error}): {install}") from None
         for name in names:
             if not hasattr(loaded, name):
                 raise ToolchainError(
-                    f"the installed mlir-aie has no {module}.{name}, and the designs are for version 1.4: {INSTALL}"
+                    f"the installed mlir-aie has no {module}.{name}, and the designs are for version 1.4: {install}"
                 )
             found[name] = getattr(loaded, name)
     devices = importlib.import_module("aie.iron.device")

@@ -130,19 +130,19 @@ def find_toolchain() -> Toolchain:
     compiler = next((path for root in candidates if os.path.isfile(path := root / "bin" / "clang++")), None)
     if compiler is None:
         place = f"PEANO_INSTALL_DIR={where} has no bin/clang++" if where else "llvm-aie is not installed"
-        raise ToolchainError(f"no Peano, the AIE2P compiler ({place}): {_pip_install(PEANO_WHEEL)}")
+        raise ToolchainError(f"no Peano, the AIE2P compiler ({place}): {pip_install(PEANO_WHEEL)}")
     if not os.access(compiler, os.X_OK):
-        raise ToolchainError(f"{compiler} is not executable: `chmod +x` it, or {_pip_install(PEANO_WHEEL)}")
-    root = os.environ.get("MLIR_AIE_DIR") or _mlir_aie()
+        raise ToolchainError(f"{compiler} is not executable: `chmod +x` it, or {pip_install(PEANO_WHEEL)}")
+    root = os.environ.get("MLIR_AIE_DIR") or mlir_aie()
     if not root:
-        raise ToolchainError(f"no aie_api headers, which mlir_aie brings: {_pip_install(MLIR_AIE_WHEEL)}")
+        raise ToolchainError(f"no aie_api headers, which mlir_aie brings: {pip_install(MLIR_AIE_WHEEL)}")
     include = Path(root) / "include"
     if not os.path.isfile(include / "aie_api" / "aie.hpp"):
-        raise ToolchainError(f"no aie_api/aie.hpp in {include}: {_pip_install(MLIR_AIE_WHEEL)}")
+        raise ToolchainError(f"no aie_api/aie.hpp in {include}: {pip_install(MLIR_AIE_WHEEL)}")
     return Toolchain(compiler, include)
 
 
-def _mlir_aie() -> str | None:
+def mlir_aie() -> str | None:
     """Where the installed mlir_aie is. Other packages, and any folder on the path, may have the name of its module."""
     try:
         return str(importlib.import_module("aie.utils.config").root_path())
@@ -150,7 +150,8 @@ def _mlir_aie() -> str | None:
         return None
 
 
-def _pip_install(wheel: str) -> str:
+def pip_install(wheel: str) -> str:
+    """How to install a wheel into this environment, for messages."""
     return f"install it with `{sys.executable} -m pip install {wheel}`"
 
 
@@ -208,7 +209,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     except OSError as error:
-        raise ToolchainError(f"can't run {command[0]}: {error.strerror}; {_pip_install(PEANO_WHEEL)}") from None
+        raise ToolchainError(f"can't run {command[0]}: {error.strerror}; {pip_install(PEANO_WHEEL)}") from None
 
 
 def stack_bytes(usage: str) -> int | None:
@@ -257,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tilefuse.kernels_build", description="Builds the AIE2P kernels.")
     parser.add_argument("--output", type=Path, default=Path("build/kernels"), help="where the objects go")
-    parser.add_argument("--jobs", type=_jobs, default=os.cpu_count(), help="compilers at a time")
+    parser.add_argument("--jobs", type=jobs, default=os.cpu_count(), help="compilers at a time")
     parser.add_argument("--only", default="", help="build the kernels whose name contains this")
     options = parser.parse_args(arguments)
     try:
@@ -273,11 +274,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _jobs(text: str) -> int:
-    jobs = int(text)
-    if jobs < 1:
-        raise argparse.ArgumentTypeError(f"{jobs} compilers at a time; at least 1")
-    return jobs
+def jobs(text: str) -> int:
+    """The argument of ``--jobs``."""
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{count} compilers at a time; at least 1")
+    return count
 
 
 def _build_all(output: Path, jobs: int, only: str) -> int:

@@ -1,0 +1,183 @@
+"""The shapes that `make xclbins` builds for (designs/shapes.toml), and the plans that they need.
+
+A layer named ``lm_head`` gets GEMVs only: a model computes it for one token at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilefuse import arch, plan
+from tilefuse.configurations import Configuration, Op
+from tilefuse.errors import LayoutError, PlanError
+from tilefuse.layout import Layout, ZeroKind
+from tilefuse.manifest import stream_name
+
+HEAD = "lm_head"
+
+_SCHEME = re.compile(r"w([48])g(\d+)(m?)")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer of a model."""
+
+    name: str
+    """Model and layer, for listings."""
+    k: int
+    n: int
+    head: bool
+    """Whether it's the projection to the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The contents of a file of shapes."""
+
+    columns: int
+    designs: tuple[Op, ...]
+    schemes: tuple[str, ...]
+    rows: tuple[int, ...]
+    gemv_streams: tuple[int, ...]
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An instruction stream to build: what several problems that pad alike share."""
+
+    plan: plan.Plan
+    """The plan of the first of them."""
+    problems: tuple[tuple[int, int, int], ...]
+    """(M, K, N) of all."""
+    layers: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """See `tilefuse.manifest.stream_name`."""
+        return stream_name(self.plan)
+
+
+def default_file() -> Path:
+    """The file of the installed package, or of the checkout that an editable install serves."""
+    designs = Path(str(importlib.resources.files("tilefuse.designs") / "emit.py")).resolve().parent
+    installed = designs / "shapes.toml"
+    return installed if installed.is_file() else designs.parent / "shapes.toml"
+
+
+def read(path: Path) -> Shapes:
+    """Reads a file of shapes.
+
+    Raises:
+        PlanError: It can't be read, or says something else than shapes; the message says where.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"can't read {path}: {error.strerror}; pass another file with --shapes") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} is not TOML: {error}") from None
+    unknown = document.keys() - {"columns", "designs", "schemes", "rows", "gemv_streams", "models"}
+    if unknown:
+        raise PlanError(f"{path}: unknown key {min(unknown)!r}")
+    designs = _listed(path, document, "designs", str)
+    known = [op.value for op in Op]
+    for name in designs:
+        if name not in known:
+            raise PlanError(f"{path}: designs has {name!r}; there are {', '.join(known)}")
+    schemes = _listed(path, document, "schemes", str)
+    for scheme in schemes:
+        if not _SCHEME.fullmatch(scheme):
+            raise PlanError(
+                f"{path}: schemes has {scheme!r}; write bits, group and m for minima, as in w4g128 or w8g32m"
+            )
+    return Shapes(
+        columns=_integer(path, "columns", document.get("columns", arch.COLUMNS)),
+        designs=tuple(Op(name) for name in designs),
+        schemes=tuple(schemes),
+        rows=tuple(_listed(path, document, "rows", int)),
+        gemv_streams=tuple(_listed(path, document, "gemv_streams", int)),
+        layers=tuple(_layers(path, document.get("models"))),
+    )
+
+
+def wanted(shapes: Shapes) -> dict[Configuration, list[Wanted]]:
+    """The instruction streams of each configuration that the plans of all shapes choose.
+
+    Raises:
+        PlanError: The array can't run one of them.
+    """
+    found: dict[Configuration, dict[str, Wanted]] = {}
+    for layer in shapes.layers:
+        for chosen in _plans(shapes, layer):
+            streams = found.setdefault(chosen.configuration, {})
+            problem = chosen.m, chosen.k, chosen.n
+            name = stream_name(chosen)
+            before = streams.get(name)
+            if before is None:
+                streams[name] = Wanted(chosen, (problem,), (layer.name,))
+            else:
+                problems = tuple(dict.fromkeys((*before.problems, problem)))
+                streams[name] = Wanted(before.plan, problems, (*before.layers, layer.name))
+    return {configuration: list(streams.values()) for configuration, streams in found.items()}
+
+
+def _plans(shapes: Shapes, layer: Layer) -> Iterator[plan.Plan]:
+    plain = plan.PlainLayout(layer.k, layer.n, shapes.columns)
+    rows = () if layer.head else shapes.rows
+    for scheme in shapes.schemes:
+        layout = _layout(shapes, layer, scheme)
+        if Op.GEMM in shapes.designs:
+            yield from (plan.gemm(layout, m) for m in rows)
+        if Op.GEMV in shapes.designs:
+            yield from (plan.gemv(layout, streams=streams) for streams in shapes.gemv_streams)
+        if Op.GEMV_BASELINE in shapes.designs:
+            yield plan.gemv_baseline(layout)
+    if Op.GEMM_BASELINE in shapes.designs:
+        yield from (plan.gemm_baseline(plain, m) for m in rows)
+    if Op.GEMV_BASELINE in shapes.designs:
+        yield plan.gemv_baseline(plain)
+
+
+def _layout(shapes: Shapes, layer: Layer, scheme: str) -> Layout:
+    matched = _SCHEME.fullmatch(scheme)
+    assert matched is not None
+    zero = ZeroKind.M16 if matched[3] else ZeroKind.Z8
+    try:
+        return Layout(layer.k, layer.n, int(matched[1]), int(matched[2]), zero, shapes.columns)
+    except LayoutError as error:
+        raise PlanError(f"{layer.name} in {scheme}: {error}") from None
+
+
+def _listed(path: Path, document: dict[str, Any], key: str, kind: type) -> list[Any]:
+    values = document.get(key)
+    fits = isinstance(values, list) and values and all(type(value) is kind for value in values)
+    if not fits:
+        what = "names" if kind is str else "integers"
+        raise PlanError(f"{path}: {key} = {values!r}; a list of {what} is needed")
+    assert isinstance(values, list)
+    return values
+
+
+def _integer(path: Path, key: str, value: object) -> int:
+    if type(value) is not int:
+        raise PlanError(f"{path}: {key} = {value!r}; an integer is needed")
+    return value
+
+
+def _layers(path: Path, models: object) -> Iterator[Layer]:
+    if not isinstance(models, dict) or not models:
+        raise PlanError(f"{path}: no [models.NAME] with layers, as in q_proj = [4096, 4096]")
+    for model, layers in models.items():
+        if not isinstance(layers, dict):
+            raise PlanError(f"{path}: models.{model} = {layers!r}; layers are needed, as in q_proj = [4096, 4096]")
+        for name, shape in layers.items():
+            if not isinstance(shape, list) or [type(size) for size in shape] != [int, int]:
+                raise PlanError(f"{path}: {name} of {model} = {shape!r}; K and N are needed, as in [4096, 4096]")
+            yield Layer(f"{model} {name}", shape[0], shape[1], name == HEAD)
