@@ -163,7 +163,7 @@ def read(folder: Path, *, files: bool = True) -> Manifest:
         raise ManifestError(f"{path} is of version {version!r}, and this tilefuse reads {VERSION}: {AGAIN}")
     try:
         manifest = _manifest(document)
-    except (KeyError, TypeError, ValueError, PlanError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
         raise ManifestError(f"{path} is damaged ({type(error).__name__}: {error}): {AGAIN}") from None
     if files:
         missing = [artifact.file for artifact in manifest.artifacts() if not (folder / artifact.file).is_file()]
