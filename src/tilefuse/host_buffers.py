@@ -45,8 +45,8 @@ def stage(plan: Plan, x: Any, perm: npt.NDArray[np.int32] | None = None, out: Wo
         out = aligned_empty(4 * plan.x_words).view(np.int32)
     elif out.shape != (plan.x_words,) or out.dtype != np.int32 or not out.flags.c_contiguous:
         raise ShapeError(f"out is {out.dtype} {list(out.shape)}; the plan's activations are int32 [{plan.x_words}]")
-    out[: plan.x_offset] = 0
-    out[: len(plan.parameters)] = plan.parameters
+    if plan.x_offset:
+        out[: plan.x_offset] = stage_parameters(plan)
     if plan.configuration.op is Op.GEMM:
         data = out[plan.x_offset :].view(np.uint8)
         stage_activations(view, perm, plan.layout.k_tiles, plan.bands, plan.row_blocks, data, plan.joined)
@@ -57,6 +57,20 @@ def stage(plan: Plan, x: Any, perm: npt.NDArray[np.int32] | None = None, out: Wo
     else:
         out[plan.x_offset :] = rows.reshape(-1).view(np.int32)
     return out
+
+
+def stage_parameters(plan: Plan) -> Words:
+    """The head of the activations alone: what the cores need to know, for runs that move no data.
+
+    int32 [plan.x_offset]; with two weight streams, whose objects have it inside, all of [plan.x_words], x zero.
+    """
+    if plan.configuration.streams == 2:
+        out = np.zeros(plan.x_words, np.int32)
+        _spread_to_rows(plan, np.zeros(plan.layout.k_tiles * KT, BFLOAT16), out)
+        return out
+    head = np.zeros(plan.x_offset, np.int32)
+    head[: len(plan.parameters)] = plan.parameters
+    return head
 
 
 def _padded(view: FloatArray, perm: npt.NDArray[np.int32] | None, rows: int, channels: int) -> npt.NDArray[Any]:

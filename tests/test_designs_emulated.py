@@ -1,0 +1,296 @@
+"""The designs on the emulated array, against the float64 reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from layers import SCHEMES, Known, Scheme, make_layer
+
+from tilefuse import plan as planning
+from tilefuse.emulator import iron
+from tilefuse.emulator.session import Session, program
+from tilefuse.errors import ArrayLimitError, DataflowError, DeviceError, DtypeError, ShapeError
+from tilefuse.plan import PlainLayout, Plan
+from tilefuse.testing import GemmError, gemm_error
+
+Rng = np.random.Generator
+
+ACTIVATIONS = 2.0**-8
+"""What a GEMM's activations lose on average as bfp16, relative to the largest of 8: a unit of 2^-6 of its power of two,
+half of that in the worst case, a quarter on average. Random products of both signs average it out further."""
+
+
+def activations(rng: Rng, m: int, k: int) -> Any:
+    return rng.normal(0, 1, (m, k)).astype(np.float32)
+
+
+def check_gemm(error: GemmError) -> None:
+    """Every element within the largest error that bfp16 activations allow, and the mean as for exact activations.
+
+    An activation loses at most half a unit, 2^-7 of the power of two below the largest of its 8 (2^-6.98 with the rare
+    carry), and that largest may be the only one that matters: hence 2^-6.98 beside the gate's own bound.
+    """
+    assert error.max <= error.bound + 2**-6.98
+    assert error.mean <= error.mean_bound + ACTIVATIONS
+
+
+def run_gemm(rng: Rng, known: Known, m: int, **options: Any) -> tuple[Plan, GemmError]:
+    plan = planning.gemm(known.layer.layout, m, **options)
+    x = activations(rng, m, known.layer.k)
+    y, report = Session(plan).run(plan, x, known.layer)
+    assert report.cycles > 0
+    assert y.shape == (m, known.layer.n)
+    return plan, gemm_error(y, x, known.layer)
+
+
+def run_gemv(rng: Rng, known: Known, streams: int) -> GemmError:
+    plan = planning.gemv(known.layer.layout, streams=streams)
+    x = activations(rng, 1, known.layer.k)[0]
+    y, _ = Session(plan).run(plan, x, known.layer)
+    return gemm_error(y[0], x, known.layer)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_gemm_of_every_scheme(rng: Rng, scheme: Scheme) -> None:
+    """Odd M, K no multiple of a tile, N no multiple of 64, several passes and row blocks of one band."""
+    known = make_layer(rng, 576 if scheme.group == 192 else 640, 1100, scheme, bias=True, perm=not scheme.mins)
+    _, error = run_gemm(rng, known, 77)
+    check_gemm(error)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("streams", [1, 2])
+def test_gemv_of_every_scheme(rng: Rng, scheme: Scheme, streams: int) -> None:
+    known = make_layer(rng, 576 if scheme.group == 192 else 1184, 700, scheme, bias=True, perm=not scheme.mins)
+    assert run_gemv(rng, known, streams).ok
+
+
+@pytest.mark.parametrize("columns", [8, 7, 5, 4])
+@pytest.mark.parametrize("op", ["gemm", "gemv", "gemv2"])
+def test_columns(rng: Rng, columns: int, op: str) -> None:
+    known = make_layer(rng, 300, 64 * columns + 10, Scheme(4, 64), columns=columns)
+    if op == "gemm":
+        check_gemm(run_gemm(rng, known, 33)[1])
+    else:
+        assert run_gemv(rng, known, 2 if op == "gemv2" else 1).ok
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_a_gemv_on_few_columns(rng: Rng, columns: int) -> None:
+    known = make_layer(rng, 200, 100, Scheme(8, 128), columns=columns)
+    assert run_gemv(rng, known, 1).ok
+
+
+@pytest.mark.parametrize("m", [1, 64, 65])
+def test_the_smallest_gemm(rng: Rng, m: int) -> None:
+    known = make_layer(rng, 32, 1, Scheme(4, 32))
+    check_gemm(run_gemm(rng, known, m)[1])
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_the_smallest_gemv(rng: Rng, streams: int) -> None:
+    assert run_gemv(rng, make_layer(rng, 32, 1, Scheme(4, 32)), streams).ok
+
+
+@pytest.mark.parametrize(
+    ("tiles", "bands"), [(1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 2), (2, 4)], ids=lambda value: str(value)
+)
+def test_gemm_of_every_tile(rng: Rng, tiles: int, bands: int) -> None:
+    """Three output tiles a column: one beside its neighbour once more, where two are computed side by side."""
+    known = make_layer(rng, 512, 1536, Scheme(4, 128))
+    plan, error = run_gemm(rng, known, 64 * bands + 1, tiles=tiles, bands=bands)
+    assert plan.bands == bands
+    assert plan.row_blocks == 2
+    check_gemm(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [Scheme(4, 128), Scheme(8, 128)], ids=str)
+@pytest.mark.parametrize(("k", "n"), [(32768, 64), (128, 32768)], ids=["K", "N"])
+@pytest.mark.parametrize("op", ["gemm", "gemv", "gemv2"])
+def test_the_largest_k_and_n(rng: Rng, scheme: Scheme, k: int, n: int, op: str) -> None:
+    known = make_layer(rng, k, n, scheme)
+    if op == "gemm":
+        check_gemm(run_gemm(rng, known, 5)[1])
+    else:
+        assert run_gemv(rng, known, 2 if op == "gemv2" else 1).ok
+
+
+@pytest.mark.slow
+def test_an_n_beyond_one_pass_of_the_activations(rng: Rng) -> None:
+    """A repeat has 64 turns, so that the 66 tiles of a column take two segments; two at a time, 33."""
+    known = make_layer(rng, 128, 66 * 512, Scheme(8, 128))
+    plan, error = run_gemm(rng, known, 3)
+    assert len(plan.segments) == 2
+    check_gemm(error)
+    assert run_gemv(rng, known, 1).ok
+
+
+def test_one_configuration_runs_many_shapes(rng: Rng) -> None:
+    """What one xclbin is for: three problems in a row on the same emulated array, and the first once more."""
+    problems = [(make_layer(rng, k, n, Scheme(4, 128)), m) for m, k, n in [(300, 256, 600), (129, 640, 1030), (400, 32, 520)]]
+    plans = [planning.gemm(known.layer.layout, m, tiles=2) if known.layer.n > 512 else None for known, m in problems]
+    session = Session(plans[0])  # type: ignore[arg-type]
+    for turn in (0, 1, 2, 0):
+        (known, m), plan = problems[turn], plans[turn]
+        assert plan is not None
+        x = activations(rng, m, known.layer.k)
+        y, _ = session.run(plan, x, known.layer)
+        check_gemm(gemm_error(y, x, known.layer))
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_one_gemv_configuration_runs_many_shapes(rng: Rng, streams: int) -> None:
+    session = None
+    for k, n in [(2200, 100), (128, 1100), (640, 520)]:
+        known = make_layer(rng, k, n, Scheme(4, 64))
+        plan = planning.gemv(known.layer.layout, streams=streams)
+        session = session or Session(plan)
+        x = activations(rng, 1, k)
+        y, _ = session.run(plan, x, known.layer)
+        assert gemm_error(y, x, known.layer).ok
+
+
+def test_a_session_is_of_one_configuration(rng: Rng) -> None:
+    known = make_layer(rng, 128, 64, Scheme(4, 128))
+    session = Session(planning.gemv(known.layer.layout))
+    other = planning.gemv(known.layer.layout, streams=2)
+    with pytest.raises(DeviceError, match="this session has gemv_bf16_w4g128_mantissa_128x64_1s_8c: start another"):
+        session.run(other, np.zeros(128, np.float32), known.layer)
+
+
+def test_what_a_run_is_given_is_checked(rng: Rng) -> None:
+    known = make_layer(rng, 128, 64, Scheme(4, 128))
+    plan = planning.gemv(known.layer.layout)
+    session = Session(plan)
+    with pytest.raises(ShapeError, match=r"x has shape \[127\]; the plan is for 1 rows of K = 128"):
+        session.run(plan, np.zeros(127, np.float32), known.layer)
+    other = make_layer(rng, 256, 64, Scheme(4, 128)).layer
+    with pytest.raises(ShapeError, match="the plan is for"):
+        session.run(plan, np.zeros(128, np.float32), other)
+    baseline = planning.gemv_baseline(PlainLayout(128, 64))
+    with pytest.raises(DtypeError, match="W is float32: pass a bfloat16 array"):
+        Session(baseline).run(baseline, np.zeros(128, np.float32), np.zeros((128, 64), np.float32))
+
+
+# --- baselines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [8, 4])
+def test_gemm_baseline(rng: Rng, columns: int) -> None:
+    weights = rng.normal(0, 0.1, (300, 650)).astype(ml_dtypes.bfloat16)
+    plan = planning.gemm_baseline(PlainLayout(300, 650, columns), 133)
+    x = activations(rng, 133, 300)
+    y, _ = Session(plan).run(plan, x, weights)
+    error = gemm_error(y, x, weights)
+    # Here weights become bfp16, too.
+    assert error.max <= error.bound + 2 * 2**-6.98
+    assert error.mean <= error.mean_bound + 2 * ACTIVATIONS
+
+
+def test_gemv_baseline(rng: Rng) -> None:
+    weights = rng.normal(0, 0.1, (300, 1100)).astype(ml_dtypes.bfloat16)
+    plan = planning.gemv_baseline(PlainLayout(300, 1100))
+    x = activations(rng, 1, 300)
+    y, _ = Session(plan).run(plan, x, weights)
+    assert gemm_error(y, x, weights).ok
+
+
+def test_gemv_on_one_row_of_packed_weights(rng: Rng) -> None:
+    known = make_layer(rng, 300, 1100, Scheme(4, 32))
+    plan = planning.gemv_baseline(known.layer.layout)
+    x = activations(rng, 1, 300)
+    y, _ = Session(plan).run(plan, x, known.layer)
+    assert gemm_error(y, x, known.layer).ok
+
+
+# --- mutations -------------------------------------------------------------------------------------------------------
+
+
+def changed(**names: Any) -> Any:
+    """The emulator's namespace with some names replaced."""
+    return SimpleNamespace(**{name: getattr(iron, name) for name in iron.__all__} | names)
+
+
+def run_changed(rng: Rng, namespace: Any, op: str = "gemm") -> None:
+    known = make_layer(rng, 512, 1024, Scheme(4, 128))
+    m = 1 if op == "gemv" else 300
+    plan = planning.gemv(known.layer.layout) if op == "gemv" else planning.gemm(known.layer.layout, m, tiles=2)
+    from tilefuse import host_buffers
+
+    arrays = (
+        host_buffers.stage(plan, activations(rng, m, 512)),
+        known.layer.data.view(np.int32),
+        host_buffers.empty_results(plan),
+    )
+    loaded = program(plan, namespace)
+    iron.load(loaded).run(loaded, *arrays)
+
+
+@pytest.mark.parametrize("op", ["gemm", "gemv"])
+def test_unchanged_designs_run(rng: Rng, op: str) -> None:
+    run_changed(rng, changed(), op)
+
+
+@pytest.mark.parametrize("dimension", [1, 2, 3])
+def test_a_stride_off_by_one(rng: Rng, dimension: int) -> None:
+    """The last of the weights then lie beyond the buffer's end."""
+
+    class Tap(iron.TensorAccessPattern):
+        def __init__(self, dims: Any, offset: int, sizes: list[int], strides: list[int]) -> None:
+            strides = list(strides)
+            if sizes[dimension] > 1:
+                strides[dimension] += 1
+            super().__init__(dims, offset, sizes, strides)
+
+    with pytest.raises(ArrayLimitError, match="buffer"):
+        run_changed(rng, changed(TensorAccessPattern=Tap))
+
+
+def test_a_fifo_of_depth_one_where_two_are_needed(rng: Rng) -> None:
+    """A core that asks for its next band before it gives the last one back."""
+
+    class Greedy(iron.ObjectFifoHandle):  # type: ignore[misc]
+        pass
+
+    held: dict[int, int] = {}
+    acquire, release = iron.ObjectFifoHandle.acquire, iron.ObjectFifoHandle.release
+
+    class Fifo(iron.ObjectFifo):
+        def __init__(self, obj_type: Any, **options: Any) -> None:
+            super().__init__(obj_type, **options)
+
+        def cons(self, *arguments: Any, **options: Any) -> Any:
+            handle = super().cons(*arguments, **options)
+            return handle
+
+    del Greedy, held, acquire, release
+    with pytest.raises(ValueError, match="depth 1"):
+        Fifo(np.ndarray[(4,), np.dtype[np.int32]], depth=1, name="x").cons().acquire(2)
+
+
+def test_a_missing_wait(rng: Rng) -> None:
+    class Fifo(iron.ObjectFifo):
+        def cons(self, *arguments: Any, **options: Any) -> Any:
+            handle = super().cons(*arguments, **options)
+            drain = handle.drain
+            handle.drain = lambda host, wait, **more: drain(host, wait=False, **more)
+            return handle
+
+    with pytest.raises(DataflowError, match="too early"):
+        run_changed(rng, changed(ObjectFifo=Fifo))
+
+
+def test_a_buffer_too_many(rng: Rng) -> None:
+    class Worker(iron.Worker):
+        def __init__(self, core: Any, arguments: list[Any], **options: Any) -> None:
+            spare = iron.Buffer(np.ndarray[(1024,), np.dtype[np.int32]], name=f"spare{id(self)}")
+            super().__init__(lambda *given: core(*given[1:]), [spare, *arguments], **options)
+
+    with pytest.raises(ArrayLimitError, match=r"memory") as caught:
+        run_changed(rng, changed(Worker=Worker))
+    assert "spare" in str(caught.value)
