@@ -132,7 +132,9 @@ def test_an_n_beyond_one_pass_of_the_activations(rng: Rng) -> None:
 
 def test_one_configuration_runs_many_shapes(rng: Rng) -> None:
     """What one xclbin is for: three problems in a row on the same emulated array, and the first once more."""
-    problems = [(make_layer(rng, k, n, Scheme(4, 128)), m) for m, k, n in [(300, 256, 600), (129, 640, 1030), (400, 32, 520)]]
+    problems = [
+        (make_layer(rng, k, n, Scheme(4, 128)), m) for m, k, n in [(300, 256, 600), (129, 640, 1030), (400, 32, 520)]
+    ]
     plans = [planning.gemm(known.layer.layout, m, tiles=2) if known.layer.n > 512 else None for known, m in problems]
     session = Session(plans[0])  # type: ignore[arg-type]
     for turn in (0, 1, 2, 0):

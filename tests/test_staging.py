@@ -261,4 +261,4 @@ def test_door(rng: np.random.Generator) -> None:
 def test_no_rows() -> None:
     """M = 0 leaves padding."""
     assert not stage(np.zeros((0, 130), np.float32), 4, 1, 1).any()
-    assert _core.stage_bfp16(0, 0, 0, 0, 0, 0, np.empty(4 * 2304, np.uint8).ctypes.data, 1, 1, 1) is None
+    assert _core.stage_bfp16(0, 0, 0, 0, 0, 0, np.empty(4 * 2304, np.uint8).ctypes.data, 1, 1, 1, 1) is None

@@ -185,6 +185,8 @@ class Core:
         self._runs = False
         """Whether it has got past its first wait in this run: what it waits before that is no stall."""
         self._wanted: tuple[CorePort, int] | tuple[WorkerRuntimeBarrier, int] | None = None
+        self._waking = False
+        """Whether the worker goes on as soon as the clock has caught up with it."""
         self.kernel_cycles = 0.0
         self.overhead_cycles = 0.0
         self.calls: Counter[str] = Counter()
@@ -240,6 +242,7 @@ class Core:
         before = self.time
         assert self.hub is not None
         self.hub.switch()
+        self._waking = False
         now = self.clock.now
         if now > before:
             wanted = self._wanted
@@ -315,7 +318,7 @@ class Core:
         if wanted is None or not isinstance(wanted[0], CorePort) or wanted[0].ring is not ring:
             return
         if wanted[0].available >= wanted[1]:
-            self.clock.at(self.time, self.resume)
+            self._wake()
 
     def wait_barrier(self, barrier: WorkerRuntimeBarrier, value: int) -> None:
         """Waits until the lock of ``barrier`` has ``value``, and leaves it so."""
@@ -328,6 +331,12 @@ class Core:
         """The host sets the lock."""
         self.barriers[barrier] = value
         if self._wanted == (barrier, value):
+            self._wake()
+
+    def _wake(self) -> None:
+        """Ends the wait. Once only: the worker may be ahead of the clock, and more may change before it goes on."""
+        if not self._waking:
+            self._waking = True
             self.clock.at(self.time, self.resume)
 
     def call(self, kernel: Kernel, arguments: Sequence[Any]) -> None:

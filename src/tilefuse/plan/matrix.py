@@ -43,10 +43,14 @@ def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None 
                 f"tiles = 2 with N = {layout.n}: a column has {layout.tiles_per_column} tile of outputs; take tiles = 1"
             )
         for config in _configurations(weights, layout.columns, count, most):
-            choices = _band_choices(config, -(-m // (BAND * ROWS))) if bands is None else (bands,)
-            candidates += [_gemm(config, layout, m, choice) for choice in choices if config.takes_bands(choice)]
+            needed = -(-m // (BAND * ROWS))
+            choices = _band_choices(config, layout, needed) if bands is None else (bands,)
+            candidates += [_gemm(config, layout, m, choice) for choice in choices if _takes(config, layout, choice)]
     if not candidates:
-        raise PlanError(f"tiles = 2 with bands = {bands}: two tiles side by side take 2 or 4 bands")
+        raise PlanError(
+            f"tiles = 2 with bands = {bands} and N = {layout.n}: two tiles side by side take 4 bands, and 2 where N is "
+            f"at most {arch.SHIM.stride // BAND}"
+        )
     return min(candidates, key=lambda plan: (plan.costs.total, plan.costs.compute + plan.costs.y_wait))
 
 
@@ -60,12 +64,18 @@ def _configurations(weights: Weights, columns: int, tiles: int, most: int) -> It
         yield Configuration(Op.GEMM, weights, columns, tiles, most - most % 4, join=4)
 
 
-def _band_choices(config: Configuration, needed: int) -> Iterator[int]:
+def _takes(config: Configuration, layout: Layout, bands: int) -> bool:
+    """Whether the results of so many bands can be joined, and written back core by core if they must be."""
+    reach = bands * BAND * layout.n_padded // 2
+    return config.takes_bands(bands) and (bands >= config.join or reach <= arch.SHIM.stride)
+
+
+def _band_choices(config: Configuration, layout: Layout, needed: int) -> Iterator[int]:
     """Bands worth a plan for ``needed`` bands in all: each yields more row blocks, but fewer padded rows."""
     least = None
     for bands in range(config.max_bands, 0, -1):
         rows = -(-needed // bands) * bands
-        if config.takes_bands(bands) and (least is None or rows < least):
+        if _takes(config, layout, bands) and (least is None or rows < least):
             least = rows
             yield bands
 
