@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -271,7 +273,7 @@ def test_an_object_used_after_its_release() -> None:
         x.release(1)
         y.acquire(1)[0] = source[0]
 
-    fails(DataflowError, "reading of an object of fifo 'a_core' that the worker has released", core=reading)
+    fails(DataflowError, "reading an object of fifo 'a_core' that the worker has released", core=reading)
 
 
 def test_more_released_than_held() -> None:
@@ -308,7 +310,21 @@ def test_a_buffer_read_before_it_is_written() -> None:
         y.acquire(1)[0] = sums[0]
 
     sums = buffer(64, "sums")
-    fails(DataflowError, "reads buffer 'sums' before anything wrote it", core=indexing, extra=(sums,))
+    fails(DataflowError, "reading buffer 'sums' before anything wrote it", core=indexing, extra=(sums,))
+
+
+def test_an_object_read_before_its_producer_wrote_it() -> None:
+    def core(x: Any, y: Any, kernel: Any) -> None:
+        target = y.acquire(1)
+        kernel(target, target)
+
+    fails(DataflowError, r"copy reads an object of fifo 'c' \(argument 0\) before anything wrote it", core=core)
+
+    def indexing(x: Any, y: Any, kernel: Any) -> None:
+        target = y.acquire(1)
+        target[1] = target[0]
+
+    fails(DataflowError, "reading an object of fifo 'c' before anything wrote it", core=indexing)
 
 
 def test_memory_is_poisoned() -> None:
@@ -413,16 +429,21 @@ def test_python_cannot_decide_by_run_time_values(use: Any) -> None:
     fails(DataflowError, "only knows at run time", core=looping(use), dynamic_objfifo_lowering=True)
 
 
-def test_a_count_of_poison() -> None:
-    """-1 is what memory holds that nobody wrote."""
+def test_a_count_that_is_poison() -> None:
+    """-1 is what memory holds that nobody wrote: here all but the first word of a buffer."""
 
-    def core(x: Any, y: Any, kernel: Any) -> None:
-        target = y.acquire(1)
-        for _ in range_(target[0]):
+    def core(x: Any, y: Any, kernel: Any, counts: Any) -> None:
+        x.acquire(1)
+        counts[0] = 1
+        for _ in range_(counts[1]):
             pass
 
     fails(
-        DataflowError, r"range_\(0, -1\): the end lies below.*was it written", core=core, dynamic_objfifo_lowering=True
+        DataflowError,
+        r"range_\(0, -1\): the end lies below.*was it written",
+        core=core,
+        dynamic_objfifo_lowering=True,
+        extra=(buffer(2, "counts"),),
     )
 
 
@@ -491,3 +512,11 @@ def test_a_link_in_a_core_is_refused() -> None:
     ):
         Program(iron.device(2), Runtime(lambda _: None, ends), [worker]).resolve_program()
     assert MEM == 1
+
+
+def test_without_greenlet_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("tilefuse.emulator.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    with pytest.raises(ImportError, match=r"pip install 'tilefuse\[emulator\]'"):
+        importlib.import_module("tilefuse.emulator.iron")

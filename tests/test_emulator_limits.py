@@ -320,16 +320,22 @@ def test_lengths() -> None:
         lay([Worker(nothing, [odd.cons()], tile=Tile(0, CORE))], [odd.prod(tile=Tile(0, SHIM))])
 
 
-def test_links_cover_their_objects() -> None:
+@pytest.mark.parametrize(
+    ("offsets", "parts", "message"),
+    [
+        ([0, 16], [16, 20], "'p1' has 192 bytes of an object of 'a' and objects of 80: these must fill it"),
+        ([16, 32], [16, 32], "leave out the first 64 bytes"),
+        ([32, 0], [32, 32], "'p0' has bytes 128 to 0 of an object of 'a', which has 256; offsets must ascend"),
+        ([0, 64], [64, 64], "'p1' has bytes 256 to 256"),
+    ],
+)
+def test_links_cover_their_objects(offsets: list[int], parts: list[int], message: str) -> None:
+    """As in the compiler, a branch has the bytes up to the next one's offset."""
     a = ObjectFifo(words(64), name="a")
-    parts = a.cons().split([0, 16], tile=Tile(0, MEM), obj_types=[words(16)] * 2)
-    workers = [Worker(nothing, [part.cons()], tile=Tile(0, CORE + i)) for i, part in enumerate(parts)]
-    with pytest.raises(ArrayLimitError, match=r"have 128 of the 256 bytes of its objects"):
-        lay(workers, [a.prod(tile=Tile(0, SHIM))])
-    a = ObjectFifo(words(64), name="a")
-    parts = a.cons().split([0, 48], tile=Tile(0, MEM), obj_types=[words(32)] * 2)
-    workers = [Worker(nothing, [part.cons()], tile=Tile(0, CORE + i)) for i, part in enumerate(parts)]
-    with pytest.raises(ArrayLimitError, match=r"bytes 192 to 320 of an object of 'a', which has 256"):
+    types = [words(n) for n in parts]
+    fifos = a.cons().split(offsets, tile=Tile(0, MEM), obj_types=types, names=["p0", "p1"])
+    workers = [Worker(nothing, [fifo.cons()], tile=Tile(0, CORE + i)) for i, fifo in enumerate(fifos)]
+    with pytest.raises(ArrayLimitError, match=message):
         lay(workers, [a.prod(tile=Tile(0, SHIM))])
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tilefuse.emulator import kernels
-from tilefuse.emulator.cores import Core, Element, LocalBuffer
+from tilefuse.emulator.cores import Core, Element, Memory
 from tilefuse.emulator.kernels import EntryPoint
 from tilefuse.emulator.program import Buffer, Kernel
 from tilefuse.emulator.values import ArrayType, known
@@ -99,12 +99,12 @@ class BoundKernel:
             if declared is None:
                 memories.append(known(given, f"{self.name}: argument {i}, by value,"))
                 continue
-            memory: Element | LocalBuffer
+            memory: Memory
             if type(given) is Element:
                 memory = given
                 if not memory.held:
                     raise DataflowError(
-                        f"{self.name}: argument {i} is an object of {memory.label} that the worker has released already"
+                        f"{self.name}: argument {i} is {memory.label} that the worker has released already"
                     )
             elif isinstance(given, Buffer):
                 memory = self._buffer(core, given, i)
@@ -114,6 +114,10 @@ class BoundKernel:
                 raise DeviceError(
                     f"{self.name}: argument {i} is declared as {declared}; {memory.label} holds {memory.type}"
                 )
+            if self._writes[i]:
+                memory.written = True
+            elif not memory.written:
+                raise DataflowError(f"{self.name} reads {memory.label} (argument {i}) before anything wrote it")
             memories.append(memory)
         for i, extent in self._limits:
             if not 0 <= memories[i] < extent:
@@ -127,18 +131,13 @@ class BoundKernel:
                 *[m if d is None else m.array.reshape(d.shape) for m, d in zip(memories, self._types, strict=True)]
             )
 
-    def _buffer(self, core: Core, buffer: Buffer, i: int) -> LocalBuffer:
+    def _buffer(self, core: Core, buffer: Buffer, i: int) -> Memory:
         try:
-            memory = core.buffers[buffer]
+            return core.buffers[buffer]
         except KeyError:
             raise DeviceError(
                 f"{self.name}: argument {i} is buffer '{buffer.name}', which {core} does not have; pass it in fn_args"
             ) from None
-        if self._writes[i]:
-            memory.written = True
-        elif not memory.written:
-            raise DataflowError(f"{self.name} reads buffer '{buffer.name}' (argument {i}) before anything wrote it")
-        return memory
 
 
 def find_entry_point(symbol: str) -> EntryPoint:

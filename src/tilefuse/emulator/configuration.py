@@ -14,7 +14,7 @@ from tilefuse import arch
 from tilefuse._buffers import aligned_empty
 from tilefuse.emulator.array import Design, EndPlan, Pool, RingPlan
 from tilefuse.emulator.binding import BoundKernel, PythonKernel
-from tilefuse.emulator.cores import Core, CorePort, LocalBuffer, let_go
+from tilefuse.emulator.cores import Core, CorePort, Memory, let_go
 from tilefuse.emulator.engine import (
     POISON,
     Bytes,
@@ -247,7 +247,6 @@ class Configuration:
             if buffer not in found:
                 raise DeviceError(f"buffer '{buffer.name}' belongs to no worker; pass it in a Worker's fn_args")
             found[buffer].store(index, value)
-            found[buffer].written = True
 
         return write
 
@@ -311,10 +310,10 @@ def _some(lines: list[str]) -> list[str]:
     return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more"]
 
 
-def _local_buffer(buffer: Buffer) -> LocalBuffer:
+def _local_buffer(buffer: Buffer) -> Memory:
     memory = aligned_empty(buffer.array_type.nbytes)
     memory.fill(POISON)
-    local = LocalBuffer(f"buffer '{buffer.name}'", buffer.array_type, memory)
+    local = Memory(f"buffer '{buffer.name}'", buffer.array_type, memory)
     if buffer.initial_value is not None:
         local.array[...] = buffer.initial_value
         local.written = True

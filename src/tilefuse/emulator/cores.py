@@ -60,16 +60,20 @@ def let_go(suspended: Any) -> None:
 class Memory:
     """Bytes of a core as a worker sees them: typed, indexable."""
 
-    __slots__ = ("address", "array", "label", "type")
+    __slots__ = ("address", "array", "label", "type", "written")
 
     def __init__(self, label: str, type: ArrayType, memory: Bytes) -> None:
         self.label = label
         self.type = type
+        self.written = False
+        """Whether it holds anything that somebody wrote."""
         self.array: npt.NDArray[Any] = memory.view(type.dtype).reshape(type.shape)
         self.address = address(memory)
 
     def load(self, index: Any) -> Any:
         """A scalar of it, as what the core reads: see `RuntimeInt`."""
+        if not self.written:
+            raise DataflowError(f"reading {self.label} before anything wrote it")
         value = self.array[_index(index)]
         if isinstance(value, np.ndarray):
             raise DeviceError(f"{self.label}[{index}]: a core reads scalars; give all {value.ndim} indices more")
@@ -81,6 +85,7 @@ class Memory:
         if isinstance(self.array[at], np.ndarray):
             raise DeviceError(f"{self.label}[{index}] = ...: a core writes scalars; give all indices")
         self.array[at] = value.value if isinstance(value, RuntimeInt) else value
+        self.written = True
 
 
 def _index(index: Any) -> Any:
@@ -96,20 +101,20 @@ class Element(Memory):
     __slots__ = ("held", "ring", "slot")
 
     def __init__(self, label: str, type: ArrayType, ring: Ring, slot: int) -> None:
-        super().__init__(label, type, ring.slots[slot])
+        super().__init__(f"an object of {label}", type, ring.slots[slot])
         self.ring = ring
         self.slot = slot
         self.held = False
 
     def _check(self, what: str) -> None:
         if not self.held:
-            raise DataflowError(f"{what} of an object of {self.label} that the worker has released already")
+            raise DataflowError(f"{what} {self.label} that the worker has released already")
 
     def __getitem__(self, index: Any) -> Any:
         self._check("reading")
         if not self.ring.live[self.slot] and not self.ring.poisons:
             raise DataflowError(
-                f"reading an object of {self.label}: in a run for timing only it holds data only where the host's "
+                f"reading {self.label}: in a run for timing only it holds data only where the host's "
                 "buffer was given, or its head"
             )
         return self.load(index)
@@ -117,16 +122,6 @@ class Element(Memory):
     def __setitem__(self, index: Any, value: Any) -> None:
         self._check("writing")
         self.store(index, value)
-
-
-class LocalBuffer(Memory):
-    """A `Buffer` in a core's memory."""
-
-    __slots__ = ("written",)
-
-    def __init__(self, label: str, type: ArrayType, memory: Bytes) -> None:
-        super().__init__(label, type, memory)
-        self.written = False
 
 
 class CorePort:
@@ -158,6 +153,7 @@ class CorePort:
             ring.reading += 1
         element = self.elements[self.position]
         element.held = True
+        element.written = not self.is_prod
         self.held.append(element)
         self.position = (self.position + 1) % ring.depth
 
@@ -172,7 +168,7 @@ class Core:
         self.row = row
         self.name = f"core ({column}, {row})"
         self.ports: dict[ObjectFifoHandle, CorePort] = {}
-        self.buffers: dict[Buffer, LocalBuffer] = {}
+        self.buffers: dict[Buffer, Memory] = {}
         self.kernels: dict[Kernel, BoundKernel] = {}
         self.barriers: dict[WorkerRuntimeBarrier, int] = {}
         self.computes = True

@@ -18,6 +18,8 @@ class Fingerprint:
 
     def __init__(self, design: Design) -> None:
         self._names: dict[int, str] = {}
+        self._inside: list[types.FunctionType] = []
+        """Functions that are being looked at: one may refer to another that refers to it."""
         self.values: dict[str, Any] = {"device": str(design.device)}
         unnamed = (fifo for fifo in design.fifos.values() if not fifo.is_named)
         for i, fifo in enumerate(unnamed):
@@ -78,6 +80,9 @@ class Fingerprint:
         if not isinstance(function, types.FunctionType):
             self.values[path] = function
             return
+        if function in self._inside:
+            return
+        self._inside.append(function)
         self.values[f"{path} code"] = _code(function.__code__)
         for i, default in enumerate(function.__defaults__ or ()):
             self._add_value(f"{path} default {i}", default)
@@ -88,8 +93,8 @@ class Fingerprint:
                 value = cell.cell_contents
             except ValueError:  # A function that refers to itself before it is bound.
                 continue
-            if value is not function:
-                self._add_value(f"{path} captured '{name}'", value)
+            self._add_value(f"{path} captured '{name}'", value)
+        self._inside.pop()
 
     def _add_value(self, path: str, value: Any) -> None:
         """What an argument or a captured variable means to a core's program."""

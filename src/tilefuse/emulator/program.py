@@ -97,20 +97,14 @@ class Buffer:
         return self.array_type.dtype.type
 
     def __getitem__(self, index: Any) -> Any:
-        core = executing_core(f"reading buffer '{self.name}'")
-        memory = self._in(core)
-        if not memory.written:
-            raise DataflowError(f"{core} reads buffer '{self.name}' before anything wrote it")
-        return memory.load(index)
+        return self._in(executing_core(f"reading buffer '{self.name}'")).load(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         sequence = running_sequence()
         if sequence is not None:
             sequence.write_buffer(self, index, value)
             return
-        memory = self._in(executing_core(f"writing buffer '{self.name}'"))
-        memory.store(index, value)
-        memory.written = True
+        self._in(executing_core(f"writing buffer '{self.name}'")).store(index, value)
 
     def _in(self, core: Any) -> Any:
         try:
