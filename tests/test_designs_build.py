@@ -248,6 +248,9 @@ def test_the_manifest_says_what_was_built_and_from_what(tools: FakeTools, reposi
     assert (stream.rows, stream.k, stream.n, stream.bands) == (128, 512, 512, 2)
     assert stream.parameters == (1, 4, 2)
     assert stream.problems == ((100, 512, 512), (100, 512, 500))
+    other = replace(chosen, segments=chosen.segments * 2)
+    with pytest.raises(ManifestError, match=f"{GEMM}/128x512x512_2b was built from another plan than today's"):
+        found.find(other)
     assert manifest.load(tools.output, stream.artifact) == (tools.output / GEMM / "128x512x512_2b.bin").read_bytes()
     made_with = found.provenances[built.xclbin.provenance]
     assert made_with.toolchain.keys() == {"mlir_aie", "llvm_aie", "xclbinutil"}

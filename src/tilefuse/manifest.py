@@ -61,6 +61,8 @@ class Stream:
     bands: int
     parameters: tuple[int, ...]
     """Words that the host writes at the head of the activations."""
+    tasks: str
+    """Hash of the plan's tasks: what the stream does with the host's buffers."""
     problems: tuple[tuple[int, int, int], ...]
     """(M, K, N) that it was built for; others that pad alike run as well."""
     artifact: Artifact
@@ -106,7 +108,7 @@ class Manifest:
         """What runs ``plan``.
 
         Raises:
-            ManifestError: It was not built; the message says what to add to designs/shapes.toml.
+            ManifestError: It was not built, or from another plan; the message says what to do.
         """
         name, shape = plan.configuration.name, stream_name(plan)
         built = self.built.get(name)
@@ -116,8 +118,10 @@ class Manifest:
                 f"{problem} takes {name}.xclbin, which was not built: add it to shapes.toml and {AGAIN}"
             )
         stream = built.streams.get(shape)
-        if stream is None or stream.parameters != plan.parameters:
+        if stream is None:
             raise ManifestError(f"{problem} takes the instruction stream {name}/{shape}, which was not built: {ADD}")
+        if (stream.parameters, stream.tasks) != (plan.parameters, tasks_of(plan)):
+            raise ManifestError(f"{name}/{shape} was built from another plan than today's: {AGAIN}")
         return built, stream
 
     def artifacts(self) -> list[Artifact]:
@@ -132,6 +136,11 @@ def stream_name(plan: Plan) -> str:
     """
     bands = f"_{plan.bands}b" if plan.configuration.op is Op.GEMM else ""
     return f"{plan.y_rows}x{plan.layout.k_tiles * KT}x{plan.layout.n_padded}{bands}"
+
+
+def tasks_of(plan: Plan) -> str:
+    """Hash of a plan's tasks, in their order."""
+    return digest_of(plan.segments)
 
 
 def digest_of(value: Any) -> str:

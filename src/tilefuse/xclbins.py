@@ -86,7 +86,7 @@ class Inputs:
     def stream_digest(self, configuration: Configuration, wanted: Wanted) -> str:
         """Changes with whatever would change an instruction stream."""
         command = aiecc_command(None, "", xclbin=None, insts="i")
-        return manifest.digest_of([self.stream, configuration, wanted.name, wanted.plan.parameters, command])
+        return manifest.digest_of([self.stream, configuration, wanted.name, manifest.tasks_of(wanted.plan), command])
 
 
 class Builder:
@@ -259,10 +259,10 @@ class Builder:
             built = Built(config, KERNEL, artifact, built.streams if built else {})
         assert built is not None
         if job.stream:
-            path, plan = f"{config.name}/{job.wanted.name}.bin", job.wanted.plan
+            path = f"{config.name}/{job.wanted.name}.bin"
             digest = inputs.stream_digest(config, job.wanted)
             artifact = Artifact(path, digests[path], digest, inputs.stream.digest)
-            built = replace(built, streams={**built.streams, job.wanted.name: _stream(job.wanted, plan, artifact)})
+            built = replace(built, streams={**built.streams, job.wanted.name: _stream(job.wanted, artifact)})
         self._update(built, inputs.xclbin, inputs.stream)
         self._say(f"built {job}")
 
@@ -275,9 +275,19 @@ class Builder:
             raise XclbinBuildError(f"can't write {self._output / manifest.NAME}: {error.strerror}") from None
 
 
-def _stream(wanted: Wanted, plan: Plan, artifact: Artifact) -> Stream:
-    k, n = plan.layout.k_tiles * KT, plan.layout.n_padded
-    return Stream(wanted.name, plan.y_rows, k, n, plan.bands, plan.parameters, wanted.problems, artifact)
+def _stream(wanted: Wanted, artifact: Artifact) -> Stream:
+    plan = wanted.plan
+    return Stream(
+        name=wanted.name,
+        rows=plan.y_rows,
+        k=plan.layout.k_tiles * KT,
+        n=plan.layout.n_padded,
+        bands=plan.bands,
+        parameters=plan.parameters,
+        tasks=manifest.tasks_of(plan),
+        problems=wanted.problems,
+        artifact=artifact,
+    )
 
 
 def _manifest_of(output: Path) -> Manifest:
