@@ -72,6 +72,32 @@ def test_a_slow_kernel_bounds_the_run() -> None:
     assert "modelled bottleneck: the cores: core (0, 2) is in kernels and locks" in report.bottleneck
 
 
+def test_a_core_ahead_of_the_clock_is_woken_once() -> None:
+    """While it is in its kernel several objects arrive, each of which could end its next wait."""
+
+    def core(x: Any, y: Any, kernel: Any) -> None:
+        source, target = x.acquire(1), y.acquire(1)
+        kernel(source, target)
+        x.release(1)
+        y.release(1)
+        pair = x.acquire(2)
+        for source in pair:
+            kernel(source, y.acquire(1))
+            y.release(1)
+        x.release(2)
+
+    n = 12 * 64
+    program = copy_design(n, core=core, depth=3, l2_words=128)
+    a, c = count(n), np.zeros(n, np.int32)
+    kernel = {"copy": PythonKernel(KERNELS["copy"].function, 5000, (1,))}
+    report = iron.load(program, kernel).run(program, a, c)
+    assert np.array_equal(c, a)
+    # Three calls in two rounds of locks: 4, and 1 for the pair, 2 for each of its results, 1.
+    step = 3 * (5000 + CALL) + (4 + 1 + 2 * 2 + 1) * LOCK
+    last = 64 - LOCK  # the last result leaves while the core gives the pair back
+    assert report.cycles == pytest.approx(ISSUE + LATENCY + 128 + 64 + 4 * step + last, abs=1)
+
+
 def test_a_core_that_waits_for_its_stream() -> None:
     """Kernels of 10 cycles take 78 with locks and call; an object comes every 64 cycles, a larger one every 256."""
     n = 1 << 14

@@ -277,7 +277,7 @@ class Core:
         held = port.held
         missing = count - len(held)
         if missing > 0:
-            if port.available < missing:
+            while port.available < missing:
                 self._wanted = (port, missing)
                 self._wait()
             for _ in range(missing):
@@ -318,7 +318,7 @@ class Core:
 
     def wait_barrier(self, barrier: WorkerRuntimeBarrier, value: int) -> None:
         """Waits until the lock of ``barrier`` has ``value``, and leaves it so."""
-        if self.barriers[barrier] != value:
+        while self.barriers[barrier] != value:
             self._wanted = (barrier, value)
             self._wait()
         self._began = self._runs = True
