@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from greenlet import greenlet
 from small_designs import (
     CORE,
     KERNELS,
@@ -473,3 +474,14 @@ def test_a_configuration_stays_on_its_thread() -> None:
     thread.start()
     thread.join()
     assert "thread that loaded it" in str(raised[0])
+
+
+def test_a_run_from_another_greenlet() -> None:
+    """Workers switch back to whoever runs them, which need not be who loaded them."""
+    program = copy_design()
+    configuration = iron.load(program, KERNELS)
+    a, c = count(1024), np.zeros(1024, np.int32)
+    reports = [greenlet(lambda: configuration.run(program, a, c)).switch() for _ in range(2)]
+    reports.append(configuration.run(program, a, c))
+    assert np.array_equal(c, a)
+    assert [report.cores[0].calls["copy"] for report in reports] == [16] * 3

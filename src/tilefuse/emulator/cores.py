@@ -51,7 +51,8 @@ def executing_core(what: str) -> Core:
 def let_go(suspended: Any) -> None:
     """Lets a greenlet that will not be resumed go, with all that its frames refer to."""
     if suspended is not None and suspended:
-        with suppress(GreenletError, ValueError):  # Another thread's can't be ended from here.
+        # Another thread's can't be ended from here, and none while the interpreter goes down.
+        with suppress(GreenletError, ValueError, RuntimeError):
             # This may be the garbage collector in the middle of another greenlet, where it must go on.
             suspended.parent = getcurrent()
             suspended.throw()
@@ -208,7 +209,7 @@ class Core:
 
     def resume(self, _: Any = None) -> None:
         """Runs the worker until it waits."""
-        self.hub = getcurrent()
+        self.hub = self.coroutine.parent = getcurrent()
         try:
             self.coroutine.switch()
         except TileFuseError as error:

@@ -256,7 +256,7 @@ class Sequence:
         self._resume()
 
     def _resume(self, _: Any = None) -> None:
-        self._hub = getcurrent()
+        self._hub = self.coroutine.parent = getcurrent()
         self.coroutine.switch()
 
     def wake(self) -> None:
