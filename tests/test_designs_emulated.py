@@ -9,45 +9,53 @@ import ml_dtypes
 import numpy as np
 import pytest
 from layers import SCHEMES, Known, Scheme, make_layer
+from oracle_gemm import Weights, error_bound
 
+from tilefuse import host_buffers
 from tilefuse import plan as planning
 from tilefuse.emulator import iron
 from tilefuse.emulator.session import Session, program
 from tilefuse.errors import ArrayLimitError, DataflowError, DeviceError, DtypeError, ShapeError
+from tilefuse.packed import PackedLinear
 from tilefuse.plan import PlainLayout, Plan
-from tilefuse.testing import GemmError, gemm_error
+from tilefuse.testing import gemm_error
 
 Rng = np.random.Generator
 
-ACTIVATIONS = 2.0**-8
-"""What a GEMM's activations lose on average as bfp16, relative to the largest of 8: a unit of 2^-6 of its power of two,
-half of that in the worst case, a quarter on average. Random products of both signs average it out further."""
+BF16_ROUNDOFF = 2.0**-8
 
 
 def activations(rng: Rng, m: int, k: int) -> Any:
     return rng.normal(0, 1, (m, k)).astype(np.float32)
 
 
-def check_gemm(error: GemmError) -> None:
-    """Every element within the largest error that bfp16 activations allow, and the mean as for exact activations.
+def check_gemm(y: Any, x: Any, layer: PackedLinear) -> None:
+    """Within the kernels' derived bound (`oracle_gemm.error_bound`), and that of rounding to bfloat16: once, and once
+    more when a bias is added."""
+    x64 = x.astype(ml_dtypes.bfloat16).astype(np.float64)
+    if layer.perm is not None:
+        x64 = x64[:, layer.perm]
+    weights = Weights.of(layer)
+    exact = x64 @ weights.exact()
+    bound = error_bound(x64, weights, "mantissa" if weights.m is None else "bfp16")
+    bound += BF16_ROUNDOFF * (np.abs(exact) + bound)
+    if layer.bias is not None:
+        exact = exact + layer.bias
+        bound += BF16_ROUNDOFF * (np.abs(exact) + bound)
+    assert (np.abs(y.astype(np.float64) - exact) <= bound).all()
 
-    An activation loses at most half a unit, 2^-7 of the power of two below the largest of its 8 (2^-6.98 with the rare
-    carry), and that largest may be the only one that matters: hence 2^-6.98 beside the gate's own bound.
-    """
-    assert error.max <= error.bound + 2**-6.98
-    assert error.mean <= error.mean_bound + ACTIVATIONS
 
-
-def run_gemm(rng: Rng, known: Known, m: int, **options: Any) -> tuple[Plan, GemmError]:
+def run_gemm(rng: Rng, known: Known, m: int, **options: Any) -> Plan:
     plan = planning.gemm(known.layer.layout, m, **options)
     x = activations(rng, m, known.layer.k)
     y, report = Session(plan).run(plan, x, known.layer)
     assert report.cycles > 0
     assert y.shape == (m, known.layer.n)
-    return plan, gemm_error(y, x, known.layer)
+    check_gemm(y, x, known.layer)
+    return plan
 
 
-def run_gemv(rng: Rng, known: Known, streams: int) -> GemmError:
+def run_gemv(rng: Rng, known: Known, streams: int) -> Any:
     plan = planning.gemv(known.layer.layout, streams=streams)
     x = activations(rng, 1, known.layer.k)[0]
     y, _ = Session(plan).run(plan, x, known.layer)
@@ -58,8 +66,7 @@ def run_gemv(rng: Rng, known: Known, streams: int) -> GemmError:
 def test_gemm_of_every_scheme(rng: Rng, scheme: Scheme) -> None:
     """Odd M, K no multiple of a tile, N no multiple of 64, several passes and row blocks of one band."""
     known = make_layer(rng, 576 if scheme.group == 192 else 640, 1100, scheme, bias=True, perm=not scheme.mins)
-    _, error = run_gemm(rng, known, 77)
-    check_gemm(error)
+    run_gemm(rng, known, 77)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -74,7 +81,7 @@ def test_gemv_of_every_scheme(rng: Rng, scheme: Scheme, streams: int) -> None:
 def test_columns(rng: Rng, columns: int, op: str) -> None:
     known = make_layer(rng, 300, 64 * columns + 10, Scheme(4, 64), columns=columns)
     if op == "gemm":
-        check_gemm(run_gemm(rng, known, 33)[1])
+        run_gemm(rng, known, 33)
     else:
         assert run_gemv(rng, known, 2 if op == "gemv2" else 1).ok
 
@@ -88,7 +95,7 @@ def test_a_gemv_on_few_columns(rng: Rng, columns: int) -> None:
 @pytest.mark.parametrize("m", [1, 64, 65])
 def test_the_smallest_gemm(rng: Rng, m: int) -> None:
     known = make_layer(rng, 32, 1, Scheme(4, 32))
-    check_gemm(run_gemm(rng, known, m)[1])
+    run_gemm(rng, known, m)
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -102,47 +109,38 @@ def test_the_smallest_gemv(rng: Rng, streams: int) -> None:
 def test_gemm_of_every_tile(rng: Rng, tiles: int, bands: int) -> None:
     """Three output tiles a column: one beside its neighbour once more, where two are computed side by side."""
     known = make_layer(rng, 512, 1536, Scheme(4, 128))
-    plan, error = run_gemm(rng, known, 64 * bands + 1, tiles=tiles, bands=bands)
+    plan = run_gemm(rng, known, 64 * bands + 1, tiles=tiles, bands=bands)
     assert plan.bands == bands
     assert plan.row_blocks == 2
-    check_gemm(error)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [Scheme(4, 128), Scheme(8, 128)], ids=str)
 @pytest.mark.parametrize(("k", "n"), [(32768, 64), (128, 32768)], ids=["K", "N"])
 @pytest.mark.parametrize("op", ["gemm", "gemv", "gemv2"])
 def test_the_largest_k_and_n(rng: Rng, scheme: Scheme, k: int, n: int, op: str) -> None:
     known = make_layer(rng, k, n, scheme)
     if op == "gemm":
-        check_gemm(run_gemm(rng, known, 5)[1])
+        run_gemm(rng, known, 5)
     else:
         assert run_gemv(rng, known, 2 if op == "gemv2" else 1).ok
 
 
-@pytest.mark.slow
 def test_an_n_beyond_one_pass_of_the_activations(rng: Rng) -> None:
     """A repeat has 64 turns, so that the 66 tiles of a column take two segments; two at a time, 33."""
     known = make_layer(rng, 128, 66 * 512, Scheme(8, 128))
-    plan, error = run_gemm(rng, known, 3)
-    assert len(plan.segments) == 2
-    check_gemm(error)
+    assert len(run_gemm(rng, known, 3).segments) == 2
     assert run_gemv(rng, known, 1).ok
 
 
 def test_one_configuration_runs_many_shapes(rng: Rng) -> None:
-    """What one xclbin is for: three problems in a row on the same emulated array, and the first once more."""
-    problems = [
-        (make_layer(rng, k, n, Scheme(4, 128)), m) for m, k, n in [(300, 256, 600), (129, 640, 1030), (400, 32, 520)]
-    ]
-    plans = [planning.gemm(known.layer.layout, m, tiles=2) if known.layer.n > 512 else None for known, m in problems]
-    session = Session(plans[0])  # type: ignore[arg-type]
-    for turn in (0, 1, 2, 0):
-        (known, m), plan = problems[turn], plans[turn]
-        assert plan is not None
-        x = activations(rng, m, known.layer.k)
-        y, _ = session.run(plan, x, known.layer)
-        check_gemm(gemm_error(y, x, known.layer))
+    """What one xclbin is for: three problems on the same emulated array, and the first once more."""
+    shapes = [(300, 256, 600), (129, 640, 1030), (400, 32, 520)]
+    problems = [(make_layer(rng, k, n, Scheme(4, 128)).layer, m) for m, k, n in shapes]
+    session = Session(planning.gemm(problems[0][0].layout, 300, tiles=2))
+    for layer, m in (*problems, problems[0]):
+        x = activations(rng, m, layer.k)
+        y, _ = session.run(planning.gemm(layer.layout, m, tiles=2), x, layer)
+        check_gemm(y, x, layer)
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -188,10 +186,9 @@ def test_gemm_baseline(rng: Rng, columns: int) -> None:
     plan = planning.gemm_baseline(PlainLayout(300, 650, columns), 133)
     x = activations(rng, 133, 300)
     y, _ = Session(plan).run(plan, x, weights)
-    error = gemm_error(y, x, weights)
-    # Here weights become bfp16, too.
-    assert error.max <= error.bound + 2 * 2**-6.98
-    assert error.mean <= error.mean_bound + 2 * ACTIVATIONS
+    x64, w64 = x.astype(ml_dtypes.bfloat16).astype(np.float64), weights.astype(np.float64)
+    exact, bound = x64 @ w64, error_bound(x64, w64, "emulated")
+    assert (np.abs(y.astype(np.float64) - exact) <= bound + BF16_ROUNDOFF * (np.abs(exact) + bound)).all()
 
 
 def test_gemv_baseline(rng: Rng) -> None:
@@ -222,8 +219,6 @@ def run_changed(rng: Rng, namespace: Any, op: str = "gemm") -> None:
     known = make_layer(rng, 512, 1024, Scheme(4, 128))
     m = 1 if op == "gemv" else 300
     plan = planning.gemv(known.layer.layout) if op == "gemv" else planning.gemm(known.layer.layout, m, tiles=2)
-    from tilefuse import host_buffers
-
     arrays = (
         host_buffers.stage(plan, activations(rng, m, 512)),
         known.layer.data.view(np.int32),
@@ -249,33 +244,14 @@ def test_a_stride_off_by_one(rng: Rng, dimension: int) -> None:
                 strides[dimension] += 1
             super().__init__(dims, offset, sizes, strides)
 
-    with pytest.raises(ArrayLimitError, match="buffer"):
+    with pytest.raises(DataflowError, match=r"fill 0 of fifo 'w7': .* of a buffer of 68608"):
         run_changed(rng, changed(TensorAccessPattern=Tap))
 
 
-def test_a_fifo_of_depth_one_where_two_are_needed(rng: Rng) -> None:
-    """A core that asks for its next band before it gives the last one back."""
-
-    class Greedy(iron.ObjectFifoHandle):  # type: ignore[misc]
-        pass
-
-    held: dict[int, int] = {}
-    acquire, release = iron.ObjectFifoHandle.acquire, iron.ObjectFifoHandle.release
-
-    class Fifo(iron.ObjectFifo):
-        def __init__(self, obj_type: Any, **options: Any) -> None:
-            super().__init__(obj_type, **options)
-
-        def cons(self, *arguments: Any, **options: Any) -> Any:
-            handle = super().cons(*arguments, **options)
-            return handle
-
-    del Greedy, held, acquire, release
-    with pytest.raises(ValueError, match="depth 1"):
-        Fifo(np.ndarray[(4,), np.dtype[np.int32]], depth=1, name="x").cons().acquire(2)
-
-
 def test_a_missing_wait(rng: Rng) -> None:
+    """Drains that are not waited for are freed while they run. (A depth of one where two are needed is beside the
+    emulator's own tests: these designs get by with one of each, and are only slower.)"""
+
     class Fifo(iron.ObjectFifo):
         def cons(self, *arguments: Any, **options: Any) -> Any:
             handle = super().cons(*arguments, **options)
@@ -293,6 +269,5 @@ def test_a_buffer_too_many(rng: Rng) -> None:
             spare = iron.Buffer(np.ndarray[(1024,), np.dtype[np.int32]], name=f"spare{id(self)}")
             super().__init__(lambda *given: core(*given[1:]), [spare, *arguments], **options)
 
-    with pytest.raises(ArrayLimitError, match=r"memory") as caught:
+    with pytest.raises(ArrayLimitError, match=r"core \(0, 2\) has 65536 bytes; the design needs 68352(?s:.*)'spare"):
         run_changed(rng, changed(Worker=Worker))
-    assert "spare" in str(caught.value)
