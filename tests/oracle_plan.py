@@ -111,9 +111,22 @@ def gemm_bands(plan: Plan, row: int) -> Iterator[int]:
 
 
 def gemm_results(plan: Plan, column: int) -> Iterator[int]:
-    """Where the half rows (32 words) start that the memory tile of a column sends: 64 rows of each band in turn."""
-    half_n, block = plan.layout.n_padded // 2, plan.bands * plan.block_rows
+    """Where the half rows (32 words) start that the memory tile of a column sends.
+
+    An object joins the four cores' pieces of 16 rows; a core sends a tile's bands, then the next tile's. So each object
+    is of one tile and of consecutive rows, unless a core's pieces of one tile are too few to fill its part.
+    """
+    half_n, block, join = plan.layout.n_padded // 2, plan.bands * 64, plan.configuration.join
     for row_block in range(plan.row_blocks):
-        for n_tile in output_order(plan, column):
+        order = output_order(plan, column)
+        if plan.bands < join:
+            assert join == 2 * plan.bands
+            for left, right in zip(order[::2], order[1::2], strict=True):
+                for core in range(4):
+                    for n_tile in (left, right):
+                        for row in range(core * plan.bands * 16, (core + 1) * plan.bands * 16):
+                            yield (row_block * block + row) * half_n + n_tile * 32
+            continue
+        for n_tile in order:
             for row in range(block):
                 yield (row_block * block + row) * half_n + n_tile * 32

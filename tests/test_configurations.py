@@ -40,17 +40,17 @@ def used(configuration: Configuration) -> tuple[int, int]:
 
 def test_the_budget_of_a_gemm() -> None:
     """stack, 4 bands of 2 tiles of sums, 2 x 2 tiles of weights, 2 bands, 2 results, scales as matrices, constants."""
-    core, memtile = used(Configuration(Op.GEMM, weights(4, 128), tiles=2, max_bands=4))
+    core, memtile = used(Configuration(Op.GEMM, weights(4, 128), tiles=2, max_bands=4, join=4))
     assert core == 3328 + 4 * 2 * 4096 + 2 * 2 * 4288 + 2 * 2304 + 2 * 2048 + 2 * 1152 + 192
-    # Three objects of 4 k tiles x 2 tiles, four of 4 bands, two of 64 rows by 64.
-    assert memtile == 3 * 8 * 4288 + 4 * 4 * 2304 + 2 * 64 * 64 * 2
+    # Five objects of 4 k tiles x 2 tiles, four of 4 bands, two of 4 pieces from each of 4 cores.
+    assert memtile == 5 * 8 * 4288 + 4 * 4 * 2304 + 2 * 4 * 4 * 2048
 
 
 def test_the_budget_of_a_gemm_with_8_bits_and_minima() -> None:
     """9216 bytes of weights as bfp16; a tile of 8192 codes, 4 rows of scales and of minima."""
     core, memtile = used(Configuration(Op.GEMM, weights(8, 32, M16), max_bands=6))
     assert core == 3328 + 6 * 4096 + 2 * (8192 + 2 * 512) + 2 * 2304 + 2 * 2048 + 9216 + 192
-    assert memtile == 3 * 4 * 9216 + 4 * 4 * 2304 + 2 * 8192
+    assert memtile == 5 * 4 * 9216 + 4 * 4 * 2304 + 2 * 8192
 
 
 def test_the_budgets_of_a_gemv() -> None:
@@ -94,7 +94,7 @@ def test_bands_that_fit(bits: int, group: int, zero: ZeroKind, tiles: int, bands
     assert most_bands(stored, 8, tiles) == bands
     Configuration(Op.GEMM, stored, 8, tiles, bands)
     with pytest.raises(
-        PlanError, match=rf"_{bands + 1}b_8c does not fit: core: \d+ of 65536 bytes .*; take fewer bands"
+        PlanError, match=rf"_{bands + 1}b1j_8c does not fit: core: \d+ of 65536 bytes .*; take fewer bands"
     ):
         Configuration(Op.GEMM, stored, 8, tiles, bands + 1)
 
@@ -112,6 +112,17 @@ def test_objects() -> None:
     assert Configuration(Op.GEMV_BASELINE, BF16).x_object == 256
 
 
+def test_bands_that_fill_joined_objects() -> None:
+    """A core sends its bands of one tile, then of the next: 4 pieces are 4 bands, or 2 bands of both tiles."""
+    eight = Configuration(Op.GEMM, weights(8, 128), max_bands=8, join=4)
+    assert [bands for bands in range(10) if eight.takes_bands(bands)] == [4, 8]
+    assert eight.y_l2_object == 4 * 4 * 2048
+    two = Configuration(Op.GEMM, weights(4, 128), tiles=2, max_bands=4, join=4)
+    assert [bands for bands in range(10) if two.takes_bands(bands)] == [2, 4]
+    any_number = Configuration(Op.GEMM, weights(8, 128), max_bands=8)
+    assert [bands for bands in range(10) if any_number.takes_bands(bands)] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 @pytest.mark.parametrize(
     ("columns", "shims"),
     [(8, [0, 2, 4, 6]), (7, [0, 1, 3, 5]), (6, [0, 1, 3, 4]), (5, [0, 1, 2, 3]), (4, [0, 1, 2, 3])],
@@ -122,7 +133,9 @@ def test_each_array_row_has_a_shim_for_its_activations(columns: int, shims: list
 
 
 def test_names() -> None:
-    assert Configuration(Op.GEMM, weights(4, 64), 6, 2, 3).name == "gemm_bfp16_w4g64_mantissa_16x128x128_3b_6c"
+    assert (
+        Configuration(Op.GEMM, weights(4, 64), 6, 2, 3, join=2).name == "gemm_bfp16_w4g64_mantissa_16x128x128_3b2j_6c"
+    )
     assert Configuration(Op.GEMM, weights(8, 32, M16)).kernel == "gemm_bfp16_w8g32m_bfp16_16x128x64"
     assert Configuration(Op.GEMV, weights(8, 128), streams=2).name == "gemv_bf16_w8g128_mantissa_128x64_2s_8c"
     assert Configuration(Op.GEMM_BASELINE, BF16).name == "gemm_baseline_bf16_bf16_emulated_32x128x64_8c"
@@ -141,6 +154,10 @@ def test_names() -> None:
         ({"op": Op.GEMM, "tiles": 3}, "tiles = 3: 1 to 2"),
         ({"op": Op.GEMM, "max_bands": 0}, "max_bands = 0: 1 to 15"),
         ({"op": Op.GEMV, "streams": 0}, "streams = 0: 1 to 2"),
+        ({"op": Op.GEMM, "max_bands": 4, "join": 3}, "join = 3: 1, 2 or 4 pieces, and no more than a core's 4"),
+        ({"op": Op.GEMM, "max_bands": 3, "join": 4}, "join = 4: 1, 2 or 4 pieces, and no more than a core's 3"),
+        ({"op": Op.GEMM, "max_bands": 8, "join": 8}, "join = 8: 1 to 4"),
+        ({"op": Op.GEMV, "join": 2}, "join = 2: a gemv has 1; only a gemm has more"),
         ({"op": Op.GEMM, "streams": 2}, "streams = 2: a gemm has 1; only a gemv has more"),
         ({"op": Op.GEMV, "tiles": 2}, "tiles = 2: a gemv has 1; only a gemm has more"),
         ({"op": Op.GEMV, "max_bands": 2}, "max_bands = 2: a gemv has 1; only a gemm has more"),

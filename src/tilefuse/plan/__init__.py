@@ -10,9 +10,10 @@ Host buffers are words of 32 bits: ``x`` activations behind a head with the para
 results, bfloat16 [rows][padded N]. docs/dataflow.md shows how they move.
 """
 
+from tilefuse.plan.costs import Costs, Traffic
 from tilefuse.plan.matrix import gemm, gemm_baseline
 from tilefuse.plan.stored import PlainLayout, Stored
-from tilefuse.plan.value import MAX_BUFFER_BYTES, WINDOW, Costs, Plan
+from tilefuse.plan.value import MAX_BUFFER_BYTES, WINDOW, Plan
 from tilefuse.plan.vector import gemv, gemv_baseline
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "PlainLayout",
     "Plan",
     "Stored",
+    "Traffic",
     "gemm",
     "gemm_baseline",
     "gemv",

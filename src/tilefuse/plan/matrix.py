@@ -11,6 +11,7 @@ from tilefuse.configurations import BAND, BAND_BYTES, BF16, GROUP, Configuration
 from tilefuse.descriptors import Segment, Tap, Transfer
 from tilefuse.errors import PlanError
 from tilefuse.layout import KT, NT, ROWS, Layout
+from tilefuse.plan.costs import Traffic, modelled, passes
 from tilefuse.plan.stored import PlainLayout, Stored
 from tilefuse.plan.value import Plan, check_buffers
 
@@ -31,7 +32,7 @@ def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None 
     if bands is not None and (not isinstance(bands, Integral) or bands < 1):
         raise PlanError(f"bands = {bands!r}: a core computes at least one band of {BAND} rows")
     weights = Weights.of(layout)
-    candidates: list[Plan] = []
+    candidates: list[tuple[Configuration, int]] = []
     for count in (1, 2) if tiles is None else (tiles,):
         if tiles is None and count == 2 and not (weights.side_by_side and layout.tiles_per_column > 1):
             continue
@@ -43,15 +44,41 @@ def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None 
                 f"tiles = 2 with N = {layout.n}: a column has {layout.tiles_per_column} tile of outputs; take tiles = 1"
             )
         for config in _configurations(weights, layout.columns, count, most):
-            needed = -(-m // (BAND * ROWS))
-            choices = _band_choices(config, layout, needed) if bands is None else (bands,)
-            candidates += [_gemm(config, layout, m, choice) for choice in choices if _takes(config, layout, choice)]
+            choices = range(config.max_bands, 0, -1) if bands is None else (bands,)
+            candidates += [(config, choice) for choice in choices if _takes(config, layout, choice)]
     if not candidates:
+        asked = f" with bands = {bands}" if bands is not None else ""
         raise PlanError(
-            f"tiles = 2 with bands = {bands} and N = {layout.n}: two tiles side by side take 4 bands, and 2 where N is "
-            f"at most {arch.SHIM.stride // BAND}"
+            f"tiles = 2{asked}, N = {layout.n}: results of two tiles leave from 4 bands, or from 2 where N is at most "
+            f"{arch.SHIM.stride // BAND}, and {most} bands of {weights.tag} fit a core; take tiles = 1"
         )
-    return min(candidates, key=lambda plan: (plan.costs.total, plan.costs.compute + plan.costs.y_wait))
+    config, chosen = min(candidates, key=lambda candidate: _cost(layout, m, *candidate))
+    return _gemm(config, layout, m, chosen)
+
+
+def _cost(layout: Layout, m: int, config: Configuration, bands: int) -> tuple[float, float]:
+    """Modelled seconds of a plan that is not made yet, and among equal ones those of the cores."""
+    row_blocks = -(-m // (BAND * ROWS * bands))
+    costs = modelled(config, layout, bands, row_blocks, _traffic(config, layout, bands, row_blocks))
+    return costs.total, costs.compute + costs.y_wait
+
+
+def _traffic(config: Configuration, layout: Layout, bands: int, row_blocks: int) -> Traffic:
+    """What the transfers of `_gemm` come to."""
+    outputs = row_blocks * passes(config, layout)
+    tiles = outputs * config.tiles
+    segments = row_blocks * -(-layout.tiles_per_column // _tiles_of_a_segment(config))
+    return Traffic(
+        x=ROWS * (config.x_l2_object + outputs * layout.k_tiles * bands * BAND_BYTES),
+        w=config.columns * tiles * layout.k_tiles * layout.tile_bytes,
+        y=config.columns * tiles * bands * ROWS * config.y_object,
+        tasks=ROWS + segments * (2 * config.columns + ROWS),
+    )
+
+
+def _tiles_of_a_segment(config: Configuration) -> int:
+    """Output tiles of a column: as often as a descriptor repeats the activations, or what one reads of weights."""
+    return arch.SHIM.repeat if config.tiles == 1 else 2
 
 
 def _configurations(weights: Weights, columns: int, tiles: int, most: int) -> Iterator[Configuration]:
@@ -68,16 +95,6 @@ def _takes(config: Configuration, layout: Layout, bands: int) -> bool:
     """Whether the results of so many bands can be joined, and written back core by core if they must be."""
     reach = bands * BAND * layout.n_padded // 2
     return config.takes_bands(bands) and (bands >= config.join or reach <= arch.SHIM.stride)
-
-
-def _band_choices(config: Configuration, layout: Layout, needed: int) -> Iterator[int]:
-    """Bands worth a plan for ``needed`` bands in all: each yields more row blocks, but fewer padded rows."""
-    least = None
-    for bands in range(config.max_bands, 0, -1):
-        rows = -(-needed // bands) * bands
-        if _takes(config, layout, bands) and (least is None or rows < least):
-            least = rows
-            yield bands
 
 
 def _results(
@@ -120,7 +137,7 @@ def _gemm(config: Configuration, layout: Layout, m: int, bands: int) -> Plan:
         return tuple(Transfer("x", row, Tap.run(start, run, repeat)) for row, start in enumerate(starts))
 
     segments: list[Segment] = []
-    step = arch.SHIM.repeat if config.tiles == 1 else 2
+    step = _tiles_of_a_segment(config)
     for row_block in range(row_blocks):
         for first in range(0, slots, step):
             count = min(step, slots - first)
@@ -142,7 +159,7 @@ def _gemm(config: Configuration, layout: Layout, m: int, bands: int) -> Plan:
         layout,
         m,
         bands,
-        parameters=(row_blocks * -(-slots // config.tiles), k_tiles, bands),
+        parameters=(row_blocks * passes(config, layout), k_tiles, bands),
         segments=tuple(segments),
         x_words=x_words,
         x_offset=head,

@@ -11,8 +11,8 @@ from tilefuse import arch
 from tilefuse.configurations import BAND, Configuration, Op
 from tilefuse.descriptors import Segment, Tap, Transfer, outstanding
 from tilefuse.errors import PlanError
-from tilefuse.kernel_cycles import cycles_of
 from tilefuse.layout import KT, NT, ROWS
+from tilefuse.plan.costs import Costs, Traffic, modelled, passes
 from tilefuse.plan.stored import Stored
 
 WINDOW = 2
@@ -22,46 +22,6 @@ MAX_BUFFER_BYTES = (1 << 32) - 1
 """Bytes of a host buffer at most: what a descriptor's length and the driver's buffers reach."""
 
 _BUFFERS = {"x": "activations", "w": "weights", "y": "results"}
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds, modelled, that each part would need if the others took no time."""
-
-    compute: float
-    """The fullest core."""
-    x_stream: float
-    """The channel that brings a core its activations."""
-    w_stream: float
-    """The channel that brings a column its weights."""
-    y_wait: float
-    """Cores waiting for their results to leave: what a memory tile has no room for waits for the column's stream."""
-    y_stream: float
-    """The channel that takes a column's results to the host."""
-    dram: float
-    control: float
-    """The command processor, issuing tasks."""
-
-    @property
-    def _parts(self) -> dict[str, float]:
-        return {
-            "compute": self.compute + self.y_wait,
-            "activation stream": self.x_stream,
-            "weight stream": self.w_stream,
-            "result stream": self.y_stream,
-            "DRAM": self.dram,
-            "command processor": self.control,
-        }
-
-    @property
-    def total(self) -> float:
-        """The slowest part, and what doesn't overlap."""
-        return max(self._parts.values())
-
-    @property
-    def bound(self) -> str:
-        """Which part is the slowest."""
-        return max(self._parts, key=lambda name: self._parts[name])
 
 
 def check_buffers(layout: Stored, m: int, x_words: int, y_rows: int) -> None:
@@ -154,7 +114,7 @@ class Plan:
     @property
     def passes(self) -> int:
         """Times that the activations of a row block are used: output tiles of a column, or pairs of them."""
-        return -(-self.layout.tiles_per_column // self.configuration.tiles)
+        return passes(self.configuration, self.layout)
 
     @property
     def tasks(self) -> int:
@@ -189,10 +149,10 @@ class Plan:
         """Bytes that the shims move for ``streams``. What several of them read alike counts for each."""
         return sum(arch.WORD * t.tap.words for t in self.transfers() if t.stream in streams)
 
-    @cached_property
+    @property
     def dram_bytes(self) -> tuple[int, int]:
         """Bytes read from and written to the host's memory."""
-        return self.bytes_of("x", "w"), self.bytes_of("y")
+        return self.traffic.x + self.traffic.w, self.traffic.y
 
     @property
     def macs(self) -> int:
@@ -200,32 +160,14 @@ class Plan:
         return self.m * self.k * self.n
 
     @cached_property
+    def traffic(self) -> Traffic:
+        """What the shims move, and in how many tasks."""
+        return Traffic(self.bytes_of("x"), self.bytes_of("w"), self.bytes_of("y"), self.tasks)
+
+    @cached_property
     def costs(self) -> Costs:
         """What each part of the array would need, modelled."""
-        config, cycles = self.configuration, cycles_of(self.configuration)
-        outputs = self.row_blocks * self.passes
-        steps = outputs * self.layout.k_tiles
-        in_rows = ROWS if config.op is Op.GEMV else 1
-        compute = steps / in_rows * cycles.step(self.bands) + outputs * cycles.output(self.bands)
-        if config.op in (Op.GEMV, Op.GEMV_BASELINE):
-            x_bytes = sum(arch.WORD * t.tap.words for t in self.transfers() if (t.stream, t.index) == ("x", 0))
-            y_core = y_room = 0  # a tile's are 128 bytes
-        else:
-            x_bytes = steps * self.bands * config.x_object
-            y_core = self.bands * config.tiles * config.y_object
-            y_room = 2 * config.y_l2_object
-        y_column = ROWS * y_core
-        read, written = self.dram_bytes
-        second = arch.CLOCK_HZ * arch.STREAM_BYTES
-        return Costs(
-            compute=compute / arch.CLOCK_HZ,
-            x_stream=x_bytes / second,
-            w_stream=self.bytes_of("w") / config.columns / config.streams / second,
-            y_wait=outputs * max(y_core, y_column - y_room) / second,
-            y_stream=outputs * y_column / second,
-            dram=max(read / arch.DRAM_READ, (read + written) / arch.DRAM_TOTAL),
-            control=self.tasks * arch.TASK_ISSUE,
-        )
+        return modelled(self.configuration, self.layout, self.bands, self.row_blocks, self.traffic)
 
     def _title(self, transfer: Transfer) -> str:
         return f"M = {self.m}, K = {self.k}, N = {self.n}: {_BUFFERS[transfer.stream]} of stream {transfer.index}"
