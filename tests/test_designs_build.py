@@ -12,10 +12,10 @@ from pathlib import Path
 import fake_aie
 import pytest
 from test_kernels_build import FakePeano, forget_aie
-from tilefuse.designs import emit
 
 from tilefuse import kernels_build, manifest, plan, provenance, shapes, xclbins
 from tilefuse.configurations import Op
+from tilefuse.designs import emit
 from tilefuse.errors import PlanError
 from tilefuse.layout import Layout
 from tilefuse.manifest import ManifestError

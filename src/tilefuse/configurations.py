@@ -269,7 +269,7 @@ class Configuration:
         out, 4 for activations, 2 for the results of a core.
         """
         if self.op is Op.GEMV:
-            return 4
+            return 3
         return 5 if self.op is Op.GEMM else 2
 
     @property

@@ -309,7 +309,7 @@ def _mlir(plan: Plan) -> str:
 
     # One at a time: what IRON keeps in its modules is not made for threads.
     with _EMITTING:
-        return mlir(plan)
+        return str(mlir(plan))
 
 
 def listing(chosen: dict[Configuration, list[Wanted]]) -> str:

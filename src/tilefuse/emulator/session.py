@@ -45,7 +45,9 @@ def program(plan: Plan, namespace: Any = iron) -> iron.Design:
         plan: Any.
         namespace: In the place of `tilefuse.emulator.iron`, for designs that are changed on the way.
     """
-    return _design(plan.configuration.op.value)(namespace, plan)
+    design = _design(plan.configuration.op.value)(namespace, plan)
+    assert isinstance(design, iron.Design)
+    return design
 
 
 class Session:
@@ -89,7 +91,7 @@ class Session:
         staged = host_buffers.stage(plan, x, perm)
         y = host_buffers.empty_results(plan)
         report = self._array.run(program(plan), staged, words, y, trace=trace)
-        results = host_buffers.results(plan, y)
+        results: Array = host_buffers.results(plan, y)
         if bias is not None:
             results = (results.astype(np.float32) + bias).astype(results.dtype)
         return results, report

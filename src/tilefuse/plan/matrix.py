@@ -49,8 +49,8 @@ def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None 
     if not candidates:
         asked = f" with bands = {bands}" if bands is not None else ""
         raise PlanError(
-            f"tiles = 2{asked}, N = {layout.n}: results of two tiles leave from 4 bands, or from 2 where N is at most "
-            f"{arch.SHIM.stride // BAND}, and {most} bands of {weights.tag} fit a core; take tiles = 1"
+            f"tiles = 2{asked}, N = {layout.n}: the results of two tiles leave from 2 or 4 bands, or from 1 where N is "
+            f"at most {2 * arch.SHIM.stride // BAND}, and {most} bands of {weights.tag} fit a core; take tiles = 1"
         )
     config, chosen = min(candidates, key=lambda candidate: _cost(layout, m, *candidate))
     return _gemm(config, layout, m, chosen)
@@ -82,9 +82,10 @@ def _tiles_of_a_segment(config: Configuration) -> int:
 
 
 def _configurations(weights: Weights, columns: int, tiles: int, most: int) -> Iterator[Configuration]:
-    """Configurations worth an xclbin: results joined by fours where there are many, one by one where there are few."""
+    """Configurations worth an xclbin: results joined by fours where there are many, by fewer where there are few."""
     if tiles == 2:
-        yield Configuration(Op.GEMM, weights, columns, tiles, most - most % 2, join=4)
+        for join in (2, 4):
+            yield Configuration(Op.GEMM, weights, columns, tiles, most - most % 2, join=join)
         return
     yield Configuration(Op.GEMM, weights, columns, tiles, most)
     if most >= 4:

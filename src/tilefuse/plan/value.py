@@ -18,8 +18,8 @@ from tilefuse.plan.stored import Stored
 WINDOW = 2
 """Segments open at a time: while one moves, the next one's tasks wait in the queues."""
 
-MAX_BUFFER_BYTES = (1 << 32) - 1
-"""Bytes of a host buffer at most: what a descriptor's length and the driver's buffers reach."""
+MAX_BUFFER_BYTES = (1 << 31) - 1
+"""Bytes of a host buffer at most: sequences address it by offsets that the compiler holds in signed 32-bit numbers."""
 
 _BUFFERS = {"x": "activations", "w": "weights", "y": "results"}
 
