@@ -44,6 +44,7 @@ format: $(VENV)/.lint ## Rewrite the sources in the project's style
 bench: $(VENV)/.bench ## Measure against other libraries, model the kernels; writes docs/benchmarks/
 	$(BIN)/python benchmarks/matmul.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/array_model.py
 
 kernels: $(VENV)/.installed ## Build the array's kernels with Peano into build/kernels
 	$(BIN)/python -m tilefuse.kernels_build $(KERNELS_ARGS)

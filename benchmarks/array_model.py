@@ -244,14 +244,14 @@ def departures() -> str:
     tuned, logged = gemm(1024, 1536, 6144), gemm(1024, 1024, 2048)
     baseline = gemm_baseline(2048, 4096, 4096)
     lines = [
-        f"""- The best open dense kernel: 1024 x 1536 x 6144 in 1143 us (16.9 TFLOPS, weights packed to bfp16
-        beforehand). Modelled here, W4: {us(tuned.seconds)} us. That one was scheduled by a compiler and measured; this one's cycles
-        are what its issue slots need, and its streams never stall a bank. Expect hardware to be slower.""",
+        f"""- The best open dense kernel: 1024 x 1536 x 6144 in 1143 us (16.9 TFLOPS, with weights packed to bfp16).
+        Modelled here, W4: {us(tuned.seconds)} us. That one was scheduled by a compiler and measured; here cycles are
+        what the issue slots need, and no bank stalls. Expect hardware to be slower.""",
         f"""- TileFuse's logged run: 1024 x 1024 x 2048 in 565 us, with the host's share. Modelled:
         {us(logged.seconds)} us, {us(logged.report.seconds)} with a dispatch.""",
-        f"""- The baseline: whole-array bfloat16 designs have been measured at 1.6 to 9.1 TFLOPS, by tile and compiler.
-        The modelled one reaches {baseline.tflops:.1f} at 2048 x 4096 x 4096. Gains over it are larger than published ones,
-        because its weights are read again for every 128 rows, and DRAM bounds it.""",
+        f"""- The baseline: whole-array bfloat16 designs have been measured at 1.6 to 9.1 TFLOPS, by tile and
+        compiler. The modelled one reaches {baseline.tflops:.1f} at 2048 x 4096 x 4096. Gains over it are larger than
+        published ones, because it reads its weights again for every 128 rows, and DRAM bounds it.""",
         f"""- bfloat16 GEMV on eight cores has been measured at 31 to 32.5 GB/s; the modelled baseline reads at
         {gemv_baseline(4096, 4096).report.dram_rate / 1e9:.0f}. The modelled gain of 4-bit weights is smaller than it
         would be over the measured one.""",
@@ -288,9 +288,9 @@ def document() -> str:
         "The plan of the large one ([dataflow.md](../dataflow.md) has the alternatives):",
         f"```\n{gemm(2048, 4096, 4096).plan}\n```",
         "## GEMV",
-        paragraph(f"""W4 in groups of 128 on all cores, with one weight stream a column and with two; W8; W4 on one row
-        of cores with this kernel, and with one of the published speed ({PUBLISHED_GEMV_WEIGHTS} weights a cycle); bfloat16
-        on one row: the full-precision baseline. The gain is over the baseline."""),
+        paragraph(f"""W4 in groups of 128 on all cores, with one weight stream a column and with two; W8; W4 on one
+        row of cores with this kernel, and with one of the published speed ({PUBLISHED_GEMV_WEIGHTS} weights a cycle);
+        bfloat16 on one row: the full-precision baseline. The gain is over the baseline."""),
         table(GEMV_HEADER.split("|"), gemv_rows()),
         paragraph(f"""With this kernel one row of cores would do: it is DRAM that bounds both. All 32 cores have the
         head-room that one row lacks: at the published {PUBLISHED_GEMV_WEIGHTS} weights a cycle, eight cores are slower

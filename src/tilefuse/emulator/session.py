@@ -130,6 +130,6 @@ def plain_tiles(weights: Array, plan: Plan) -> npt.NDArray[np.int32]:
     blocks = padded.reshape(
         layout.k_tiles, KT // BLOCK, BLOCK, layout.tiles_per_column, layout.columns, NT // BLOCK, BLOCK
     )
-    out = aligned_empty(layout.nbytes).view(ml_dtypes.bfloat16)
-    out[:] = blocks.transpose(4, 3, 0, 1, 5, 6, 2).reshape(-1)
+    out = aligned_empty(layout.nbytes)
+    out.view(ml_dtypes.bfloat16)[:] = blocks.transpose(4, 3, 0, 1, 5, 6, 2).reshape(-1)
     return out.view(np.int32)
