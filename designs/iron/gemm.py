@@ -14,10 +14,9 @@ import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import ACC_BYTES, BAND, GEMM_STACK, GROUP, Configuration, Op
+from tilefuse.configurations import ACC_BYTES, BAND, GROUP, Configuration, Op
 from tilefuse.designs.emit import main
-from tilefuse.designs.parts import Functions, broadcast_rows, join_results, program, words
-from tilefuse.layout import ROWS
+from tilefuse.designs.parts import Functions, broadcast_rows, gemm_program, join_results, words
 from tilefuse.plan import Plan
 
 
@@ -62,34 +61,13 @@ def gemm(iron: Any, plan: Plan) -> Any:
                     store(sums, band, half, piece)
                     y.release(1)
 
-    workers = [
-        iron.Worker(
-            core,
-            [
-                x_rows[row].cons(),
-                w_columns[column].cons(),
-                y_cores[column][row].prod(),
-                iron.Buffer(words(sums), name=f"sums{column}_{row}"),
-                iron.Buffer(words(config.scratch_bytes), name=f"scratch{column}_{row}"),
-                zero,
-                prepare,
-                multiply,
-                store,
-            ],
-            tile=iron.Tile(column, arch.FIRST_CORE_ROW + row),
-            stack_size=GEMM_STACK,
-            dynamic_objfifo_lowering=True,
-        )
-        for column in range(config.columns)
-        for row in range(ROWS)
-    ]
-    shims = [config.x_column(row) for row in range(ROWS)], list(range(config.columns)), list(range(config.columns))
-    return program(iron, plan, workers, x_in, w_in, y_out, shims)
+    calls = (zero, prepare, multiply, store)
+    return gemm_program(iron, plan, core, calls, sums, (x_in, x_rows), (w_in, w_columns), (y_out, y_cores))
 
 
 def _weights(iron: Any, config: Configuration) -> tuple[list[Any], list[Any]]:
     """Fifos into the memory tiles, and from there to the four cores of a column."""
-    tile = config.weights.tile_bytes // 4
+    tile = config.weights.tile_bytes // arch.WORD
     # Two output tiles side by side arrive as [output tile][4 k tiles] and leave as [4 k tiles][output tile]. A tile is
     # sent in quarters, because no size of a static pattern may exceed 512.
     order = [(GROUP, tile), (2, GROUP * tile), (4, tile // 4), (tile // 4, 1)] if config.tiles == 2 else None

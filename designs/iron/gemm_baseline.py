@@ -11,10 +11,10 @@ import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import ACC_BYTES, BAND, GEMM_STACK, Op
+from tilefuse.configurations import ACC_BYTES, BAND, Op
 from tilefuse.designs.emit import main
-from tilefuse.designs.parts import Functions, broadcast_rows, join_results, program, words
-from tilefuse.layout import KT, ROWS
+from tilefuse.designs.parts import Functions, broadcast_rows, gemm_program, join_results, words
+from tilefuse.layout import KT
 from tilefuse.plan import Plan
 
 
@@ -59,29 +59,8 @@ def gemm_baseline(iron: Any, plan: Plan) -> Any:
             store(sums, piece)
             y.release(1)
 
-    workers = [
-        iron.Worker(
-            core,
-            [
-                x_rows[row].cons(),
-                w_columns[column].cons(),
-                y_cores[column][row].prod(),
-                iron.Buffer(words(sums), name=f"sums{column}_{row}"),
-                iron.Buffer(words(config.scratch_bytes), name=f"scratch{column}_{row}"),
-                zero,
-                prepare,
-                multiply,
-                store,
-            ],
-            tile=iron.Tile(column, arch.FIRST_CORE_ROW + row),
-            stack_size=GEMM_STACK,
-            dynamic_objfifo_lowering=True,
-        )
-        for column in range(config.columns)
-        for row in range(ROWS)
-    ]
-    shims = [config.x_column(row) for row in range(ROWS)], list(range(config.columns)), list(range(config.columns))
-    return program(iron, plan, workers, x_in, w_in, y_out, shims)
+    calls = (zero, prepare, multiply, store)
+    return gemm_program(iron, plan, core, calls, sums, (x_in, x_rows), (w_in, w_columns), (y_out, y_cores))
 
 
 if __name__ == "__main__":

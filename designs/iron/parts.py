@@ -5,13 +5,13 @@ Objects are arrays of 32-bit words: that is what a DMA moves, and the kernels ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tilefuse import arch
-from tilefuse.configurations import Configuration
+from tilefuse.configurations import GEMM_STACK, Configuration
 from tilefuse.layout import NT, ROWS
 from tilefuse.plan import WINDOW, Plan
 
@@ -92,6 +92,48 @@ def join_results(iron: Any, config: Configuration, rows: int, depth: int = 2) ->
             )
         )
     return out, cores
+
+
+def gemm_program(
+    iron: Any,
+    plan: Plan,
+    core: Callable[..., None],
+    functions: Sequence[Any],
+    sums: int,
+    x: tuple[Sequence[Any], Sequence[Any]],
+    w: tuple[Sequence[Any], Sequence[Any]],
+    y: tuple[Sequence[Any], Sequence[Sequence[Any]]],
+) -> Any:
+    """The resolved program of a GEMM: ``core`` on all compute tiles.
+
+    Args:
+        core: Called with a core's ends of x, w and y, its sums, its scratch, and ``functions``.
+        functions: What it calls of the kernel: a worker declares the functions among its arguments.
+        sums: Bytes of a core's fp32 sums.
+        x, w, y: The host's fifos, and the cores': of x by array row, of w by column, of y by column and array row.
+    """
+    config = plan.configuration
+    workers = [
+        iron.Worker(
+            core,
+            [
+                x[1][row].cons(),
+                w[1][column].cons(),
+                y[1][column][row].prod(),
+                iron.Buffer(words(sums), name=f"sums{column}_{row}"),
+                iron.Buffer(words(config.scratch_bytes), name=f"scratch{column}_{row}"),
+                *functions,
+            ],
+            tile=iron.Tile(column, arch.FIRST_CORE_ROW + row),
+            stack_size=GEMM_STACK,
+            dynamic_objfifo_lowering=True,
+        )
+        for column in range(config.columns)
+        for row in range(ROWS)
+    ]
+    columns = range(config.columns)
+    shims = [config.x_column(row) for row in range(ROWS)], columns, columns
+    return program(iron, plan, workers, x[0], w[0], y[0], shims)
 
 
 def program(
