@@ -11,9 +11,6 @@ A session is one xclbin on an array of its own. Any plan of the same configurati
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +20,7 @@ import numpy.typing as npt
 from tilefuse import host_buffers
 from tilefuse._buffers import aligned_empty
 from tilefuse.configurations import Configuration
+from tilefuse.designs.emit import design_of
 from tilefuse.emulator import iron
 from tilefuse.emulator.timing import Report
 from tilefuse.errors import DeviceError, DtypeError, ShapeError
@@ -33,11 +31,6 @@ from tilefuse.plan import PlainLayout, Plan
 Array = npt.NDArray[Any]
 
 
-@cache
-def _design(op: str) -> Callable[[Any, Plan], iron.Design]:
-    return getattr(importlib.import_module(f"tilefuse.designs.{op}"), op)  # type: ignore[no-any-return]
-
-
 def program(plan: Plan, namespace: Any = iron) -> iron.Design:
     """The plan's design, built with the emulator's names.
 
@@ -45,7 +38,7 @@ def program(plan: Plan, namespace: Any = iron) -> iron.Design:
         plan: Any.
         namespace: In the place of `tilefuse.emulator.iron`, for designs that are changed on the way.
     """
-    design = _design(plan.configuration.op.value)(namespace, plan)
+    design = design_of(plan.configuration.op)(namespace, plan)
     assert isinstance(design, iron.Design)
     return design
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefuse import arch
+from tilefuse.files import write_atomically
 
 if TYPE_CHECKING:
     from tilefuse.emulator.timing import Trace
@@ -39,9 +39,4 @@ def write(trace: Trace, path: Path) -> None:
         for label, depths in trace.depths.items()
         for time, number in depths
     ]
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}).encode())
