@@ -76,7 +76,10 @@ class Tap:
             if size > 1 and stride > limits.stride:
                 raise PlanError(f"{said} a stride of {stride} words; the shim allows {limits.stride}")
         if self.words // self.sizes[0] > limits.length:
-            raise PlanError(f"{what}: {self.words} words; a descriptor moves at most {limits.length}")
+            raise PlanError(
+                f"{what}: {self.words // self.sizes[0]} words; a descriptor moves at most {limits.length} before it "
+                "repeats: split the transfer"
+            )
         if self.offset < 0 or self.end > buffer_words:
             raise PlanError(f"{what}: touches words {self.offset} to {self.end - 1} of a buffer of {buffer_words}")
 

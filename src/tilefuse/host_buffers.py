@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tilefuse import arch
 from tilefuse._buffers import aligned_empty
 from tilefuse.arrays import BFLOAT16, FloatArray, view_rows
 from tilefuse.configurations import X_HEAD_BYTES, X_PART, Op
@@ -42,7 +43,7 @@ def stage(plan: Plan, x: Any, perm: npt.NDArray[np.int32] | None = None, out: Wo
     if shape != (plan.m, plan.k):
         raise ShapeError(f"x has shape {list(view.shape)}; the plan is for {plan.m} rows of K = {plan.k}")
     if out is None:
-        out = aligned_empty(4 * plan.x_words).view(np.int32)
+        out = aligned_empty(arch.WORD * plan.x_words).view(np.int32)
     elif out.shape != (plan.x_words,) or out.dtype != np.int32 or not out.flags.c_contiguous:
         raise ShapeError(f"out is {out.dtype} {list(out.shape)}; the plan's activations are int32 [{plan.x_words}]")
     if plan.x_offset:
@@ -99,7 +100,7 @@ def _spread_to_rows(plan: Plan, x: npt.NDArray[Any], out: Words) -> None:
     words[:, 0, :, : len(plan.parameters)] = plan.parameters
     tiles = np.zeros((objects * X_PART, ROWS, KT), BFLOAT16)
     tiles[: plan.layout.k_tiles // ROWS] = x.reshape(-1, ROWS, KT)
-    start = X_HEAD_BYTES // 4
+    start = X_HEAD_BYTES // arch.WORD
     for row in range(ROWS):
         parts = np.ascontiguousarray(tiles[:, row]).reshape(objects, X_PART * KT).view(np.int32)
         words[row // 2, :, row % 2, start : start + parts.shape[1]] = parts
@@ -107,7 +108,7 @@ def _spread_to_rows(plan: Plan, x: npt.NDArray[Any], out: Words) -> None:
 
 def empty_results(plan: Plan) -> Words:
     """A buffer for the results of ``plan``: int32 [plan.y_words], contents undefined."""
-    return aligned_empty(4 * plan.y_words).view(np.int32)
+    return aligned_empty(arch.WORD * plan.y_words).view(np.int32)
 
 
 def results(plan: Plan, y: Words) -> npt.NDArray[Any]:

@@ -309,7 +309,8 @@ def _mlir(plan: Plan) -> str:
 
     # One at a time: what IRON keeps in its modules is not made for threads.
     with _EMITTING:
-        return str(mlir(plan))
+        text: str = mlir(plan)
+        return text
 
 
 def listing(chosen: dict[Configuration, list[Wanted]]) -> str:

@@ -42,7 +42,7 @@ class Costs:
 
     @property
     def total(self) -> float:
-        """The slowest part, and what doesn't overlap."""
+        """The slowest part, which hides the others."""
         return max(self._parts.values())
 
     @property

@@ -25,8 +25,8 @@ _BUFFERS = {"x": "activations", "w": "weights", "y": "results"}
 
 
 def check_buffers(layout: Stored, m: int, x_words: int, y_rows: int) -> None:
-    """Raises PlanError if a host buffer of the problem is too large for a descriptor and the driver."""
-    sizes = {"activations": 4 * x_words, "weights": layout.nbytes, "results": 2 * y_rows * layout.n_padded}
+    """Raises PlanError if a host buffer of the problem has more than `MAX_BUFFER_BYTES`."""
+    sizes = {"activations": arch.WORD * x_words, "weights": layout.nbytes, "results": y_rows * layout.n_padded * 2}
     for name, nbytes in sizes.items():
         if nbytes > MAX_BUFFER_BYTES:
             raise PlanError(
