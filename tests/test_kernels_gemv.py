@@ -210,16 +210,15 @@ def test_longest_reduction(rng: np.random.Generator, scheme: Scheme) -> None:
 
 @pytest.mark.parametrize("scheme", [*QUANTISED, BASELINE], ids=str)
 def test_prepare_of_a_piece_of_x(rng: np.random.Generator, scheme: Scheme) -> None:
-    """What `prepare` makes of x[128 i:], for every i of an object of four k tiles and of a resident x of 64."""
-    for stem, tiles in (("prepare_row", 4), ("prepare_resident", 64)):
-        entry = kernels.get(scheme.name).entry_points[stem]
-        x = entry.arguments[0].copy_of(rng.normal(0, 1, tiles * KT).astype(BF16))
-        assert entry.arguments[1].extent_in(x.nbytes) == tiles
-        for i in range(tiles):
-            scratch, expected = empty(scheme, "x_scratch"), empty(scheme, "x_scratch")
-            call(scheme, "prepare", x[i * KT : (i + 1) * KT], expected)
-            entry(x, i, scratch)
-            np.testing.assert_array_equal(scratch, expected)
+    """What `prepare` makes of x[128 i:], for each of the 64 k tiles of a resident x."""
+    entry = kernels.get(scheme.name).entry_points["prepare_resident"]
+    x = entry.arguments[0].copy_of(rng.normal(0, 1, 64 * KT).astype(BF16))
+    assert entry.arguments[1].extent_in(x.nbytes) == 64
+    for i in range(64):
+        scratch, expected = empty(scheme, "x_scratch"), empty(scheme, "x_scratch")
+        call(scheme, "prepare", x[i * KT : (i + 1) * KT], expected)
+        entry(x, i, scratch)
+        np.testing.assert_array_equal(scratch, expected)
 
 
 @pytest.mark.parametrize("scheme", [*QUANTISED, BASELINE], ids=str)
@@ -258,7 +257,6 @@ def test_keep_row(rng: np.random.Generator, scheme: Scheme) -> None:
 def test_pieces_beyond_x_are_refused() -> None:
     entries = kernels.get(MANTISSA[0].name).entry_points
     places = (
-        ("prepare_row", 1, 4),
         ("keep", 1, 4),
         ("prepare_resident", 1, 64),
         ("keep_row", 1, 4),

@@ -4,9 +4,9 @@
 // All pointers are 64-byte aligned, and no two arrays overlap: a store must not hold up the next loads of its loop.
 // x is 128 bfloat16, acc 64 fp32, w a packed tile, scratch scratch_bytes() bytes.
 //
-// A design streams x in objects of four k tiles, one for each row of cores, past the cores for every output tile
-// (prepare_row), or lets each keep its own up to 8192 channels (keep_row, then prepare_resident). Where x comes at the
-// head of the stream of weights it has objects of a tile's size (keep).
+// A core of a design that splits K over four rows keeps its own up to 8192 channels of x and prepares them tile by tile
+// (prepare_resident). x comes in objects of four k tiles, one for each row of cores (keep_row), or, at the head of the
+// stream of weights, in objects of a tile's size (keep).
 
 extern "C" {
 
@@ -17,11 +17,6 @@ unsigned TF_KERNEL(scratch_bytes)() { return TF_GEMV::scratch_bytes; }
 void TF_KERNEL(prepare)(const bfloat16* __restrict x, uint8_t* __restrict x_scratch) {
   aie::set_rounding(aie::rounding_mode::conv_even);
   TF_GEMV::prepare(x, x_scratch);
-}
-
-// x: bfloat16 [4][128].
-void TF_KERNEL(prepare_row)(const bfloat16* __restrict x, int32_t row, uint8_t* __restrict x_scratch) {
-  TF_KERNEL(prepare)(x + row * tilefuse::gemv::kTileOfX, x_scratch);
 }
 
 // x: bfloat16 [4][128]; x_resident: bfloat16 [64][128], of which it writes k_tile.

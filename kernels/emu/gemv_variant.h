@@ -31,7 +31,6 @@ constexpr Kernel kernel{
     .scratch_bytes = &TF_KERNEL(scratch_bytes),
     .entry_points = {entry_point<TF_NAME>("", x_scratch, w, acc), entry_point<TF_KERNEL(zero)>("zero", acc),
                      entry_point<TF_KERNEL(prepare)>("prepare", x, x_scratch),
-                     entry_point<TF_KERNEL(prepare_row)>("prepare_row", x_rows, row, x_scratch),
                      entry_point<TF_KERNEL(keep_row)>("keep_row", x_rows, row, k_tile, x_resident),
                      entry_point<TF_KERNEL(keep)>("keep", object, index, x_resident),
                      entry_point<TF_KERNEL(prepare_resident)>("prepare_resident", x_resident, k_tile, x_scratch),
