@@ -41,10 +41,11 @@ format: $(VENV)/.lint ## Rewrite the sources in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(cpp)
 
-bench: $(VENV)/.bench ## Measure against other libraries, model the kernels; writes docs/benchmarks/
+bench: $(VENV)/.bench ## Measure against other libraries, model kernels and array; writes docs/benchmarks/
 	$(BIN)/python benchmarks/matmul.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/array_model.py
+	$(BIN)/python benchmarks/emulator_speed.py
 
 kernels: $(VENV)/.installed ## Build the array's kernels with Peano into build/kernels
 	$(BIN)/python -m tilefuse.kernels_build $(KERNELS_ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import array_model as benchmark
+import emulator_speed
 import pytest
 
 from tilefuse import plan
@@ -51,4 +52,11 @@ def test_the_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     page = (tmp_path / "docs" / "array.md").read_text()
     assert "**Every figure here is modelled**" in page
     assert "| 2048 x 4096 x 4096 | " in page
-    assert not list((tmp_path / "docs").glob("*.partial"))
+    assert [path.name for path in (tmp_path / "docs").iterdir()] == ["array.md"]
+
+
+def test_the_emulators_own_speed_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each shape, GEMM or GEMV; how long it takes is no test's business."""
+    monkeypatch.setattr(emulator_speed, "SHAPES", [(2, 128, 64, 20.0), (1, 128, 64, 5.0)])
+    rows = [line for line in emulator_speed.lines() if "128" in line]
+    assert [row.split("|")[1].strip() for row in rows] == ["2 x 128 x 64", "1 x 128 x 64"]
