@@ -11,14 +11,13 @@ stands apart. Nothing is measured.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
+
+import page
+from page import bullets, paragraph, table
 
 from tilefuse import arch, plan
 from tilefuse.emulator import iron
@@ -29,8 +28,7 @@ from tilefuse.host_buffers import stage_parameters
 from tilefuse.layout import KT, NT, Layout
 from tilefuse.plan import PlainLayout, Plan
 
-ROOT = Path(__file__).resolve().parent.parent
-OUTPUT = ROOT / "docs" / "benchmarks" / "array.md"
+OUTPUT = page.FOLDER / "array.md"
 
 GEMM_SHAPES = [
     (1024, 1024, 2048),
@@ -145,17 +143,6 @@ def gemv_one_row(k: int, n: int, weights_a_cycle: float | None = None) -> Timed:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def paragraph(text: str) -> str:
-    """The words of ``text``, in lines as long as the sources'."""
-    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; the first column is text, the others figures."""
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
 def us(seconds: float) -> str:
     """Microseconds."""
     return f"{seconds * 1e6:.1f}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
@@ -262,11 +249,6 @@ def departures() -> str:
     return bullets(lines)
 
 
-def bullets(lines: Iterable[str]) -> str:
-    """A list, its lines as long as the sources'."""
-    return "\n".join(textwrap.fill(" ".join(line.split()), 120, subsequent_indent="  ") for line in lines)
-
-
 def document() -> str:
     """The page."""
     parts = [
@@ -306,20 +288,7 @@ def document() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--print", action="store_true", dest="to_stdout", help="print the page instead of writing it")
-    options = parser.parse_args(arguments)
-    show: Callable[[str], object] = print if options.to_stdout else write
-    show(document())
-    return 0
-
-
-def write(text: str) -> None:
-    """Replaces the page."""
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    partial = OUTPUT.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, OUTPUT)
+    return page.command(__doc__.splitlines()[0], document, OUTPUT, arguments)
 
 
 if __name__ == "__main__":

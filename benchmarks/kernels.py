@@ -12,36 +12,29 @@ measured.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import page
+from page import paragraph, table
 
+from tilefuse.arch import STREAM_BYTES
+from tilefuse.configurations import BAND_BYTES
 from tilefuse.emulator import kernels
 from tilefuse.emulator.kernels import HostKernel, Slots
 from tilefuse.layout import KT, NT, Layout, ZeroKind
 
-ROOT = Path(__file__).resolve().parent.parent
-OUTPUT = ROOT / "docs" / "benchmarks" / "kernels.md"
+OUTPUT = page.FOLDER / "kernels.md"
 
 ROWS = 64
 """Rows of activations that a GEMM multiplies a tile of weights with; smaller bands repeat."""
 
 WEIGHTS = KT * NT
 MACS = ROWS * WEIGHTS
-
-BAND_BYTES = 2304
-"""A band of 16 rows of bfp16 activations: 32 operands of 72 bytes."""
-
-STREAM_BYTES = 4
-"""Bytes a cycle that one stream brings to a core."""
 
 BF16_MMUL_MV, BF16_MMUL_MACS = 42, 512
 """Shuffles and broadcasts, and products, of the device library's bfloat16 8x8x8 without bfp16; MV bounds it."""
@@ -133,12 +126,6 @@ def all_kernels(op: str, activation: str = "bf16") -> list[HostKernel]:
     everything = [kernels.get(name) for name in kernels.names()]
     listed = [kernel for kernel in everything if (kernel.op, kernel.activation) == (op, activation)]
     return sorted(listed, key=lambda k: (k.bits == 16, k.path, k.bits, k.group, k.minima, k.m, k.tiles))
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, the first column to the left, the others to the right."""
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def slots_text(slots: Slots) -> list[str]:
@@ -265,11 +252,6 @@ def ladder(steps: Sequence[tuple[str, str, int]], unit: str, work: int, publishe
     return table(["step", "cycles a tile", unit, "over the step above", f"over the published {published:g}"], rows)
 
 
-def paragraph(text: str) -> str:
-    """The words of ``text``, in lines as long as the sources'."""
-    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
-
-
 def document() -> str:
     """The page."""
     parts = [
@@ -317,17 +299,7 @@ def document() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--print", action="store_true", dest="to_stdout", help="print the page instead of writing it")
-    options = parser.parse_args(arguments)
-    if options.to_stdout:
-        print(document())
-        return 0
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    partial = OUTPUT.with_suffix(".partial")
-    partial.write_text(document(), encoding="utf-8")
-    os.replace(partial, OUTPUT)
-    return 0
+    return page.command(__doc__.splitlines()[0], document, OUTPUT, arguments)
 
 
 if __name__ == "__main__":
