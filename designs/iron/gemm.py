@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import ACC_BYTES, BAND, GROUP, Configuration, Op
+from tilefuse.configurations import ACC_BYTES, BAND_ROWS, L2_BATCH, Configuration, Op
 from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, broadcast_rows, gemm_program, join_results, words
 from tilefuse.plan import Plan
@@ -25,7 +25,7 @@ def gemm(iron: Any, plan: Plan) -> Any:
     config = plan.configuration
     x_in, x_rows = broadcast_rows(iron, config)
     w_in, w_columns = _weights(iron, config)
-    y_out, y_cores = join_results(iron, config, BAND)
+    y_out, y_cores = join_results(iron, config, BAND_ROWS)
 
     sums = config.max_bands * config.tiles * ACC_BYTES
     sizes = {"x": config.x_object, "w": config.w_object, "y": config.y_object, "sums": sums}
@@ -41,7 +41,7 @@ def gemm(iron: Any, plan: Plan) -> Any:
         passes, k_tiles, bands = head[0], head[1], head[2]
         x.release(1)
         # The memory tile takes activations in fours; these fill the first four.
-        for _ in iron.range_(GROUP - 1):
+        for _ in iron.range_(L2_BATCH - 1):
             x.acquire(1)
             x.release(1)
         for _ in iron.range_(passes):
@@ -70,7 +70,7 @@ def _weights(iron: Any, config: Configuration) -> tuple[list[Any], list[Any]]:
     tile = config.weights.tile_bytes // arch.WORD
     # Two output tiles side by side arrive as [output tile][4 k tiles] and leave as [4 k tiles][output tile]. A tile is
     # sent in quarters, because no size of a static pattern may exceed 512.
-    order = [(GROUP, tile), (2, GROUP * tile), (4, tile // 4), (tile // 4, 1)] if config.tiles == 2 else None
+    order = [(L2_BATCH, tile), (2, L2_BATCH * tile), (4, tile // 4), (tile // 4, 1)] if config.tiles == 2 else None
     into, out = [], []
     for column in range(config.columns):
         fifo = iron.ObjectFifo(words(config.w_l2_object), depth=config.w_l2_depth, name=f"w{column}")

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import ACC_BYTES, BAND, Op
+from tilefuse.configurations import ACC_BYTES, BAND_ROWS, Op
 from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, broadcast_rows, gemm_program, join_results, words
 from tilefuse.layout import KT
@@ -21,7 +21,7 @@ from tilefuse.plan import Plan
 def gemm_baseline(iron: Any, plan: Plan) -> Any:
     """The program of ``plan``, built with the names of ``iron`` (see `tilefuse.designs.namespace`)."""
     config = plan.configuration
-    rows, line = 2 * BAND, KT // 2
+    rows, line = 2 * BAND_ROWS, KT // 2
     blocks = [(rows // 8, 8 * line), (KT // 8, 4), (8, line), (4, 1)]
     x_in, x_rows = broadcast_rows(iron, config, blocks)
     w_in, w_columns = [], []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dataflow_pictures.svg import INK, PAPER, QUIET, RULE, SUMS, TINTS, W2, Picture, W, X, Y
 from tilefuse import arch
-from tilefuse.configurations import BAND, GROUP, X_PART
+from tilefuse.configurations import BAND_ROWS, L2_BATCH, X_PART
 from tilefuse.layout import NT, ROWS
 from tilefuse.plan import Plan
 
@@ -108,8 +108,8 @@ def gemm(plan: Plan) -> str:
                 "activations, bfp16",
                 [
                     f"a row: shim, memory tile, {columns} cores (broadcast)",
-                    f"memory tile: {config.x_l2_depth} objects of {GROUP} bands = {config.x_l2_object} B",
-                    f"core: 2 objects of a band, {BAND} rows × 128 = {config.x_object} B",
+                    f"memory tile: {config.x_l2_depth} objects of {L2_BATCH} bands = {config.x_l2_object} B",
+                    f"core: 2 objects of a band, {BAND_ROWS} rows × 128 = {config.x_object} B",
                 ],
             ),
             (
@@ -117,7 +117,7 @@ def gemm(plan: Plan) -> str:
                 "packed weights",
                 [
                     f"a column: shim, memory tile, {ROWS} cores (broadcast)",
-                    f"memory tile: {config.w_l2_depth} of {GROUP} k tiles × {tiles} = {config.w_l2_object} B",
+                    f"memory tile: {config.w_l2_depth} of {L2_BATCH} k tiles × {tiles} = {config.w_l2_object} B",
                     f"core: 2 objects of {tiles} tile{'s' * (tiles > 1)} = {config.w_object} B",
                 ],
             ),
@@ -125,7 +125,7 @@ def gemm(plan: Plan) -> str:
                 Y,
                 "results, bfloat16",
                 [
-                    f"core: 2 pieces of {BAND} × {NT} = {config.y_object} B",
+                    f"core: 2 pieces of {BAND_ROWS} × {NT} = {config.y_object} B",
                     f"memory tile: 2 objects of {config.y_l2_object} B, joined from",
                     f"{config.join} piece{'s' * (config.join > 1)} of each of a column's {ROWS} cores: rows of y",
                 ],
@@ -172,7 +172,7 @@ def gemm(plan: Plan) -> str:
             picture.line([(x, y), (x, y - 16)], X, arrow=True)
             if c < columns - 1:
                 picture.dot(x, y, X)
-    grid.draw(picture, ["sums fp32", f"{plan.bands * BAND} × {tiles * NT}"], memtiles)
+    grid.draw(picture, ["sums fp32", f"{plan.bands * BAND_ROWS} × {tiles * NT}"], memtiles)
     grid.draw_dram(
         picture,
         [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataflow_pictures.svg import INK, PAPER, QUIET, RULE, TINTS, Picture, W, Y
-from tilefuse.configurations import GROUP
+from tilefuse.configurations import L2_BATCH
 from tilefuse.layout import KT, NT, ROWS, Layout
 
 ROW_TINTS = ["#fbe6cf", "#f3cda3", "#e9b274", "#dc9443"]
@@ -104,8 +104,8 @@ def packed(layout: Layout) -> str:
     heading(
         y,
         "GEMM: a pass takes one output tile, or two side by side",
-        f"One: the run as it is, {GROUP} k tiles an object of the memory tile. Two: the descriptor goes to and fro "
-        f"between two output tiles, {GROUP} k tiles at a time,",
+        f"One: the run as it is, {L2_BATCH} k tiles an object of the memory tile. Two: the descriptor goes to and fro "
+        f"between two output tiles, {L2_BATCH} k tiles at a time,",
     )
     picture.text(
         left,
@@ -113,8 +113,8 @@ def packed(layout: Layout) -> str:
         "and the memory tile sends them in turn, so that a core gets both tiles of a k tile as one object.",
         colour=QUIET,
     )
-    names = [(n_tile, k) for n_tile in (0, columns) for k in range(GROUP)]
-    sent = [(n_tile, k) for k in range(GROUP) for n_tile in (0, columns)]
+    names = [(n_tile, k) for n_tile in (0, columns) for k in range(L2_BATCH)]
+    sent = [(n_tile, k) for k in range(L2_BATCH) for n_tile in (0, columns)]
     fills = {0: TINTS[W], columns: "#f0c795"}
     wide, gap, x0 = 92.0, 12, left + 192
 
@@ -123,7 +123,7 @@ def packed(layout: Layout) -> str:
 
     up, down = y + 66, y + 190
     picture.text(left, up + 14, "arrives: one object", size=11.5, bold=True)
-    picture.text(left, up + 30, f"{2 * GROUP} × {layout.tile_bytes} B", size=10.5, colour=QUIET)
+    picture.text(left, up + 30, f"{2 * L2_BATCH} × {layout.tile_bytes} B", size=10.5, colour=QUIET)
     picture.text(left, down + 14, "leaves: an object a k tile", size=11.5, bold=True)
     picture.text(left, down + 30, f"2 × {layout.tile_bytes} B", size=10.5, colour=QUIET)
     for i, (n_tile, k) in enumerate(names):
@@ -134,7 +134,7 @@ def packed(layout: Layout) -> str:
         _cell(picture, x0 + i * wide, up, f"tile {n_tile}, k {k}", fills[n_tile], wide)
     for i, (n_tile, k) in enumerate(sent):
         _cell(picture, leaving(i), down, f"tile {n_tile}, k {k}", fills[n_tile], wide)
-    for k in range(GROUP):
+    for k in range(L2_BATCH):
         picture.box(leaving(2 * k) - 4, down - 5, 2 * wide + 5, HEIGHT + 10, fill="none", stroke=INK, radius=5)
         picture.text(
             leaving(2 * k) + wide - 2, down + HEIGHT + 21, f"step {k}", size=10.5, colour=QUIET, anchor="middle"

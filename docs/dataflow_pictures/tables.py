@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilefuse import arch, plan
-from tilefuse.configurations import BAND, Configuration, Op, Weights, most_bands
+from tilefuse.configurations import BAND_ROWS, Configuration, Op, Weights, most_bands
 from tilefuse.kernel_cycles import cycles_of
 from tilefuse.layout import KT, NT, ROWS, Layout
 
@@ -30,25 +30,25 @@ def _row(name: str, value_bytes: float, tiles: int) -> str:
     weights = Weights.of(LAYER)
     fixed = Configuration(Op.GEMM, weights, tiles=tiles)
     core = next(fixed.budgets())
-    band = int(BAND * KT * value_bytes)
+    band = int(BAND_ROWS * KT * value_bytes)
     # Of the same configuration with two bands of the other format in place of its own.
-    beside = core.used - 2 * fixed.x_object + 2 * band - BAND * NT * 4 * tiles
-    sums = BAND * NT * 4 * tiles
+    beside = core.used - 2 * fixed.x_object + 2 * band - BAND_ROWS * NT * 4 * tiles
+    sums = BAND_ROWS * NT * 4 * tiles
     most = (core.limit - beside) // sums
     if name == "bfp16":
         assert most == most_bands(weights, arch.COLUMNS, tiles)
-    needed = -(-M // (BAND * ROWS))
+    needed = -(-M // (BAND_ROWS * ROWS))
     row_blocks = -(-needed // most)
     bands = -(-needed // row_blocks)
     macs = M * LAYER.k * LAYER.n
     passes = LAYER.tiles_per_column // tiles
-    read = row_blocks * LAYER.nbytes + row_blocks * bands * BAND * ROWS * LAYER.k * value_bytes * passes
+    read = row_blocks * LAYER.nbytes + row_blocks * bands * BAND_ROWS * ROWS * LAYER.k * value_bytes * passes
     x_per_mac = value_bytes / (NT * tiles)
-    w_per_mac = LAYER.tile_bytes / (KT * NT) / (BAND * bands)
+    w_per_mac = LAYER.tile_bytes / (KT * NT) / (BAND_ROWS * bands)
     cores = arch.COLUMNS * arch.CORE_ROWS
     dram = macs / cores / (read / arch.DRAM_READ * arch.CLOCK_HZ)
     cycles = cycles_of(fixed).step(bands)
-    kernel = bands * BAND * KT * NT * tiles / cycles
+    kernel = bands * BAND_ROWS * KT * NT * tiles / cycles
     if name == "bfp16":
         made = plan.gemm(LAYER, M, tiles=tiles, bands=bands)
         head = ROWS * fixed.x_l2_object

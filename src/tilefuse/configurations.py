@@ -13,24 +13,25 @@ from functools import cached_property
 
 from tilefuse import arch
 from tilefuse.errors import PlanError
-from tilefuse.layout import KT, NT, ROWS, Layout, ZeroKind
+from tilefuse.layout import KT, MAX_K, NT, ROWS, Layout, ZeroKind
 
-BAND = 16
+BAND_ROWS = 16
 """Rows of activations in a band: two blocks of 8, so that a GEMM's inner loop has 2 x 2 sums."""
 
-MOST_BANDS = arch.SHIM.size // (BAND * ROWS)
+MOST_BANDS = arch.SHIM.size // (BAND_ROWS * ROWS)
 """Bands whose results, of all four array rows, one loop of a descriptor can write."""
 
-BAND_BYTES = BAND * KT * 9 // 8
+BAND_BYTES = BAND_ROWS * KT * 9 // 8
 """Bytes of a band of one k tile as bfp16: 9 bytes for 8 values."""
 
-GROUP = 4
-"""K tiles that move together through a memory tile. K is stored in multiples of `ROWS` tiles, so it always divides."""
+L2_BATCH = 4
+"""Objects of a GEMM's core that move as one through a memory tile: k tiles of weights, bands of activations. K is
+stored in multiples of `ROWS` tiles, so it divides both."""
 
-PIECE_BYTES = BAND * NT * 2
+PIECE_BYTES = BAND_ROWS * NT * 2
 """Bytes of a band's results for one tile of outputs, bfloat16."""
 
-ACC_BYTES = BAND * NT * 4
+ACC_BYTES = BAND_ROWS * NT * 4
 """Bytes of the fp32 sums of a band and one tile of outputs."""
 
 BF16_TILE_BYTES = KT * NT * 2
@@ -43,15 +44,16 @@ GEMM_CONSTANTS = 192
 """Bytes of constants that a GEMM kernel on bfp16 activations keeps in the core's memory."""
 
 GEMV_STACK = 2048
-"""Bytes of stack, GEMV."""
+"""Bytes of stack, GEMV: twice the default, for kernels that spill (assumed; a build measures their frames)."""
 
 X_PART = 16
-"""K tiles of activations in a weight-sized object, for a GEMV whose activations stay in the core."""
+"""K tiles of activations in a weight-sized object, for a GEMV with two streams: a power of two, and with their head no
+larger than the smallest tile."""
 
 X_HEAD_BYTES = 64
 """Bytes before them: the parameters, and alignment."""
 
-RESIDENT_BYTES = 32768 // ROWS * 2
+RESIDENT_BYTES = MAX_K // ROWS * 2
 """Bytes of a core's share of the longest x."""
 
 _OPERAND = 72
@@ -83,7 +85,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a tile's memory holds."""
+    """What a tile's memory holds.
+
+    All sizes are multiples of 64 bytes. So buffers that the compiler lays one after another, aligned to no more than
+    32, are aligned as kernels need: hardware would truncate another address, and not complain.
+    """
 
     tile: str
     items: tuple[Item, ...]
@@ -197,9 +203,9 @@ class Configuration:
         tag = self.weights.tag
         if self.op is Op.GEMM:
             path = "bfp16" if self.weights.minima else "mantissa"
-            return f"gemm_bfp16_{tag}_{path}_{BAND}x{KT}x{NT * self.tiles}"
+            return f"gemm_bfp16_{tag}_{path}_{BAND_ROWS}x{KT}x{NT * self.tiles}"
         if self.op is Op.GEMM_BASELINE:
-            return f"gemm_bf16_{tag}_emulated_{2 * BAND}x{KT}x{NT}"
+            return f"gemm_bf16_{tag}_emulated_{2 * BAND_ROWS}x{KT}x{NT}"
         return f"gemv_bf16_{tag}_{'elementwise' if self.weights.bits == 16 else 'mantissa'}_{KT}x{NT}"
 
     @cached_property
@@ -232,7 +238,7 @@ class Configuration:
     def w_l2_object(self) -> int:
         """Weights that a memory tile takes at a time."""
         if self.op is Op.GEMM:
-            return GROUP * self.w_object
+            return L2_BATCH * self.w_object
         return self.w_object * (ROWS // self.streams if self.op is Op.GEMV else 1)
 
     @property
@@ -241,13 +247,13 @@ class Configuration:
         if self.op is Op.GEMM:
             return BAND_BYTES
         if self.op is Op.GEMM_BASELINE:
-            return 2 * BAND * KT * 2
+            return 2 * BAND_ROWS * KT * 2
         return KT * 2 * (ROWS if self.op is Op.GEMV else 1)
 
     @property
     def x_l2_object(self) -> int:
         """Activations that a memory tile takes at a time, GEMM."""
-        return GROUP * BAND_BYTES if self.op is Op.GEMM else self.x_object
+        return L2_BATCH * BAND_BYTES if self.op is Op.GEMM else self.x_object
 
     @property
     def y_object(self) -> int:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from tilefuse import _core
 from tilefuse.arrays import FloatArray
-from tilefuse.configurations import BAND, BAND_BYTES
+from tilefuse.configurations import BAND_BYTES, BAND_ROWS
 from tilefuse.errors import DtypeError, LayoutError, QuantizationError, ShapeError
 from tilefuse.layout import KT, ROWS
 
@@ -53,7 +53,7 @@ def stage_activations(
             raise ShapeError(f"{name} = {value}: pass at least 1")
     if joined < 1 or bands % joined:
         raise ShapeError(f"joined = {joined}: pass a divisor of the {bands} bands")
-    rows, channels = BAND * ROWS * bands * row_blocks, KT * k_tiles
+    rows, channels = BAND_ROWS * ROWS * bands * row_blocks, KT * k_tiles
     if m > rows or k > channels:
         raise ShapeError(
             f"x has shape {list(x.shape)}; {row_blocks} row blocks of {bands} bands and {k_tiles} k tiles hold "

@@ -7,7 +7,7 @@ from functools import cache
 from numbers import Integral
 
 from tilefuse import arch
-from tilefuse.configurations import BAND, BAND_BYTES, BF16, GROUP, Configuration, Op, Weights, most_bands
+from tilefuse.configurations import BAND_BYTES, BAND_ROWS, BF16, L2_BATCH, Configuration, Op, Weights, most_bands
 from tilefuse.descriptors import Segment, Tap, Transfer
 from tilefuse.errors import PlanError
 from tilefuse.layout import KT, NT, ROWS, Layout
@@ -30,7 +30,7 @@ def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None 
     """
     _check_rows(m)
     if bands is not None and (not isinstance(bands, Integral) or bands < 1):
-        raise PlanError(f"bands = {bands!r}: a core computes at least one band of {BAND} rows")
+        raise PlanError(f"bands = {bands!r}: a core computes at least one band of {BAND_ROWS} rows")
     weights = Weights.of(layout)
     candidates: list[tuple[Configuration, int]] = []
     for count in (1, 2) if tiles is None else (tiles,):
@@ -50,7 +50,7 @@ def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None 
         asked = f" with bands = {bands}" if bands is not None else ""
         raise PlanError(
             f"tiles = 2{asked}, N = {layout.n}: the results of two tiles leave from 2 or 4 bands, or from 1 where N is "
-            f"at most {2 * arch.SHIM.stride // BAND}, and {most} bands of {weights.tag} fit a core; take tiles = 1"
+            f"at most {2 * arch.SHIM.stride // BAND_ROWS}, and {most} bands of {weights.tag} fit a core; take tiles = 1"
         )
     config, chosen = min(candidates, key=lambda candidate: _cost(layout, m, *candidate))
     return _gemm(config, layout, m, chosen)
@@ -58,7 +58,7 @@ def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None 
 
 def _cost(layout: Layout, m: int, config: Configuration, bands: int) -> tuple[float, float]:
     """Modelled seconds of a plan that is not made yet, and among equal ones those of the cores."""
-    row_blocks = -(-m // (BAND * ROWS * bands))
+    row_blocks = -(-m // (BAND_ROWS * ROWS * bands))
     costs = modelled(config, layout, bands, row_blocks, _traffic(config, layout, bands, row_blocks))
     return costs.total, costs.compute + costs.y_wait
 
@@ -94,7 +94,7 @@ def _configurations(weights: Weights, columns: int, tiles: int, most: int) -> It
 
 def _takes(config: Configuration, layout: Layout, bands: int) -> bool:
     """Whether the results of so many bands can be joined, and written back core by core if they must be."""
-    reach = bands * BAND * layout.n_padded // 2
+    reach = bands * BAND_ROWS * layout.n_padded // 2
     return config.takes_bands(bands) and (bands >= config.join or reach <= arch.SHIM.stride)
 
 
@@ -113,7 +113,7 @@ def _results(
 def _gemm(config: Configuration, layout: Layout, m: int, bands: int) -> Plan:
     columns, k_tiles, slots = config.columns, layout.k_tiles, layout.tiles_per_column
     tile = layout.tile_bytes // arch.WORD
-    block = BAND * ROWS * bands
+    block = BAND_ROWS * ROWS * bands
     row_blocks = -(-m // block)
     run = k_tiles * bands * BAND_BYTES // arch.WORD  # what an array row takes of a row block in a pass
     head = config.x_l2_object // arch.WORD
@@ -127,8 +127,8 @@ def _gemm(config: Configuration, layout: Layout, m: int, bands: int) -> Plan:
             taps = [Tap.run(start, count * k_tiles * tile) for start in starts]
         else:
             # Two output tiles, k tiles in groups of four: [group][output tile][4 k tiles], each in two halves.
-            sizes = (k_tiles // GROUP, 2, 2 * GROUP, tile // 2)
-            strides = (GROUP * tile, k_tiles * tile, tile // 2, 1)
+            sizes = (k_tiles // L2_BATCH, 2, 2 * L2_BATCH, tile // 2)
+            strides = (L2_BATCH * tile, k_tiles * tile, tile // 2, 1)
             taps = [Tap(start, sizes, strides) for start in starts]
         return tuple(Transfer("w", column, tap) for column, tap in enumerate(taps))
 
@@ -178,7 +178,7 @@ def gemm_baseline(layout: PlainLayout, m: int) -> Plan:
     config = Configuration(Op.GEMM_BASELINE, BF16, layout.columns)
     columns, k_tiles, slots = config.columns, layout.k_tiles, layout.tiles_per_column
     tile, half_k = layout.tile_bytes // arch.WORD, k_tiles * KT // 2
-    rows = 2 * BAND
+    rows = 2 * BAND_ROWS
     block = rows * ROWS
     row_blocks = -(-m // block)
     head = config.x_object // arch.WORD

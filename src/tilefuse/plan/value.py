@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tilefuse import arch
-from tilefuse.configurations import BAND, Configuration, Op
+from tilefuse.configurations import BAND_ROWS, Configuration, Op
 from tilefuse.descriptors import Segment, Tap, Transfer, outstanding
 from tilefuse.errors import PlanError
 from tilefuse.layout import KT, NT, ROWS
@@ -104,7 +104,7 @@ class Plan:
     def block_rows(self) -> int:
         """Rows of a band of all four array rows (1 for a GEMV)."""
         op = self.configuration.op
-        return {Op.GEMM: ROWS * BAND, Op.GEMM_BASELINE: 2 * ROWS * BAND}.get(op, 1)
+        return {Op.GEMM: ROWS * BAND_ROWS, Op.GEMM_BASELINE: 2 * ROWS * BAND_ROWS}.get(op, 1)
 
     @property
     def joined(self) -> int:

@@ -65,9 +65,9 @@ def _one_stream(config: Configuration, layout: Stored) -> Plan:
 
 
 def _two_streams(config: Configuration, layout: Layout) -> Plan:
-    columns, slots, groups = config.columns, layout.tiles_per_column, layout.k_tiles // ROWS
+    columns, slots, steps = config.columns, layout.tiles_per_column, layout.k_tiles // ROWS
     tile = layout.tile_bytes // arch.WORD
-    objects = -(-groups // X_PART)
+    objects = -(-steps // X_PART)
     x_run = objects * 2 * tile  # of a stream: an object for each of its two rows, then the next two
     segments: list[Segment] = []
     for first, count in _slices(slots, arch.SHIM.size):
@@ -79,7 +79,7 @@ def _two_streams(config: Configuration, layout: Layout) -> Plan:
                     transfers.append(Transfer("x", index, Tap.run(stream * x_run, x_run)))
                 # Two of every four tiles, in eight quarters of a tile: a whole one is more than a loop's size holds.
                 start = ((column * slots + first) * layout.k_tiles + 2 * stream) * tile
-                sizes = (1, count * groups, 8, tile // 4)
+                sizes = (1, count * steps, 8, tile // 4)
                 transfers.append(Transfer("w", index, Tap(start, sizes, (0, ROWS * tile, tile // 4, 1))))
         segments.append(Segment((*transfers, *_results(columns, first, count))))
     return Plan(
@@ -87,7 +87,7 @@ def _two_streams(config: Configuration, layout: Layout) -> Plan:
         layout,
         m=1,
         bands=1,
-        parameters=(slots, groups, objects),
+        parameters=(slots, steps, objects),
         segments=tuple(segments),
         x_words=2 * x_run,
         x_offset=0,
