@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import ACC_BYTES, BAND_ROWS, L2_BATCH, Configuration, Op
+from tilefuse.configurations import L2_BATCH, Configuration, Op
 from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, broadcast_rows, gemm_program, join_results, words
 from tilefuse.plan import Plan
@@ -25,9 +25,9 @@ def gemm(iron: Any, plan: Plan) -> Any:
     config = plan.configuration
     x_in, x_rows = broadcast_rows(iron, config)
     w_in, w_columns = _weights(iron, config)
-    y_out, y_cores = join_results(iron, config, BAND_ROWS)
+    y_out, y_cores = join_results(iron, config)
 
-    sums = config.max_bands * config.tiles * ACC_BYTES
+    sums = config.max_bands * config.sums_bytes
     sizes = {"x": config.x_object, "w": config.w_object, "y": config.y_object, "sums": sums}
     functions = Functions(iron, config, sizes)
     zero = functions("zero", "sums", int)

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import ACC_BYTES, BAND_ROWS, Op
+from tilefuse.configurations import Op
 from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, broadcast_rows, gemm_program, join_results, words
 from tilefuse.layout import KT
@@ -21,8 +21,8 @@ from tilefuse.plan import Plan
 def gemm_baseline(iron: Any, plan: Plan) -> Any:
     """The program of ``plan``, built with the names of ``iron`` (see `tilefuse.designs.namespace`)."""
     config = plan.configuration
-    rows, line = 2 * BAND_ROWS, KT // 2
-    blocks = [(rows // 8, 8 * line), (KT // 8, 4), (8, line), (4, 1)]
+    line = KT // 2  # words of a row
+    blocks = [(config.rows // 8, 8 * line), (KT // 8, 4), (8, line), (4, 1)]
     x_in, x_rows = broadcast_rows(iron, config, blocks)
     w_in, w_columns = [], []
     for column in range(config.columns):
@@ -30,9 +30,9 @@ def gemm_baseline(iron: Any, plan: Plan) -> Any:
         w_in.append(fifo)
         # One object in a core: once prepared it is given back, and the next arrives during the multiplication.
         w_columns.append(fifo.cons().forward(tile=iron.Tile(column, arch.MEM_ROW), depth=1, name=f"w{column}_cores"))
-    y_out, y_cores = join_results(iron, config, rows, depth=1)
+    y_out, y_cores = join_results(iron, config, depth=1)
 
-    sums = 2 * ACC_BYTES
+    sums = config.sums_bytes
     sizes = {"x": config.x_object, "w": config.w_object, "y": config.y_object, "sums": sums}
     functions = Functions(iron, config, sizes)
     zero = functions("zero", "sums")

@@ -18,7 +18,7 @@ from tilefuse import arch
 from tilefuse.configurations import GEMV_STACK, RESIDENT_BYTES, Configuration, Op
 from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, program, words
-from tilefuse.layout import NT, ROWS
+from tilefuse.layout import ROWS
 from tilefuse.plan import Plan
 
 
@@ -27,14 +27,21 @@ def gemv(iron: Any, plan: Plan) -> Any:
     config = plan.configuration
     columns = range(config.columns)
     w_in, w_cores = _weights(iron, config)
-    sums_type = words(NT * 4)
-    below_of = [
-        [iron.ObjectFifo(sums_type, depth=2, name=f"sums{column}_{row}") for row in range(1, ROWS)]
+    sums_type = words(config.sums_bytes)
+    # Partial sums go down a column: down_to[column][row] brings row those of row + 1.
+    down_to = [
+        [iron.ObjectFifo(sums_type, depth=2, name=f"sums{column}_{row + 1}") for row in range(ROWS - 1)]
         for column in columns
     ]
     y_out = [iron.ObjectFifo(words(config.y_object), depth=2, name=f"y{column}") for column in columns]
 
-    sizes = {"w": config.w_object, "x": config.x_object, "y": config.y_object, "sums": NT * 4, "kept": RESIDENT_BYTES}
+    sizes = {
+        "w": config.w_object,
+        "x": config.x_object,
+        "y": config.y_object,
+        "sums": config.sums_bytes,
+        "kept": RESIDENT_BYTES,
+    }
     functions = Functions(iron, config, sizes)
     zero = functions("zero", "sums")
     prepare = functions("prepare_resident", "kept", int, "scratch")
@@ -103,8 +110,8 @@ def gemv(iron: Any, plan: Plan) -> Any:
                 iron.Buffer(words(config.scratch_bytes), name=f"scratch{column}_{row}"),
                 # The lowest core sums beside its output; the others where the core below reads it.
                 iron.Buffer(sums_type, name=f"own_sums{column}") if lowest else None,
-                below_of[column][row].cons() if row < ROWS - 1 else None,
-                y_out[column].prod() if lowest else below_of[column][row - 1].prod(),
+                down_to[column][row].cons() if row < ROWS - 1 else None,
+                y_out[column].prod() if lowest else down_to[column][row - 1].prod(),
                 # Named here too: a worker declares the functions among its arguments.
                 *(keep, zero, prepare, multiply, add, store),
             ]

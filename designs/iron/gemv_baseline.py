@@ -13,7 +13,6 @@ from tilefuse import arch
 from tilefuse.configurations import GEMV_STACK, Op
 from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, program, words
-from tilefuse.layout import NT
 from tilefuse.plan import Plan
 
 
@@ -28,7 +27,7 @@ def gemv_baseline(iron: Any, plan: Plan) -> Any:
     ]
     y_out = [iron.ObjectFifo(words(config.y_object), depth=2, name=f"y{c}") for c in columns]
 
-    sizes = {"x": config.x_object, "w": config.w_object, "y": config.y_object, "sums": NT * 4}
+    sizes = {"x": config.x_object, "w": config.w_object, "y": config.y_object, "sums": config.sums_bytes}
     functions = Functions(iron, config, sizes)
     zero = functions("zero", "sums")
     prepare = functions("prepare", "x", "scratch")
@@ -60,7 +59,7 @@ def gemv_baseline(iron: Any, plan: Plan) -> Any:
                 x.cons(),
                 w_cores[column].cons(),
                 y_out[column].prod(),
-                iron.Buffer(words(NT * 4), name=f"sums{column}"),
+                iron.Buffer(words(config.sums_bytes), name=f"sums{column}"),
                 iron.Buffer(words(config.scratch_bytes), name=f"scratch{column}"),
                 zero,
                 prepare,

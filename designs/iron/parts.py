@@ -69,14 +69,14 @@ def broadcast_rows(iron: Any, config: Configuration, order: Any = None) -> tuple
     return into, out
 
 
-def join_results(iron: Any, config: Configuration, rows: int, depth: int = 2) -> tuple[list[Any], list[list[Any]]]:
+def join_results(iron: Any, config: Configuration, depth: int = 2) -> tuple[list[Any], list[list[Any]]]:
     """Fifos of results out of the memory tiles, and for each the four fifos of its column's cores.
 
-    A core sends pieces of ``rows`` x 64 bfloat16 in blocks of 8 x 8; the memory tile joins so many of each of four
-    cores, one below the other in rows of 64.
+    A core sends pieces of bfloat16, 64 wide, in blocks of 8 x 8; the memory tile joins `Configuration.join` of each of
+    four cores, one below the other, in rows of 64.
     """
-    line = NT // 2
-    blocks = [(config.join * rows // 8, 8 * line), (NT // 8, 4), (8, line), (4, 1)]
+    line = NT // 2  # words of a row
+    blocks = [(config.join * config.rows // 8, 8 * line), (NT // 8, 4), (8, line), (4, 1)]
     out, cores = [], []
     for column in range(config.columns):
         fifo = iron.ObjectFifo(words(config.y_l2_object), depth=2, name=f"y{column}")

@@ -32,8 +32,8 @@ def _row(name: str, value_bytes: float, tiles: int) -> str:
     core = next(fixed.budgets())
     band = int(BAND_ROWS * KT * value_bytes)
     # Of the same configuration with two bands of the other format in place of its own.
-    beside = core.used - 2 * fixed.x_object + 2 * band - BAND_ROWS * NT * 4 * tiles
-    sums = BAND_ROWS * NT * 4 * tiles
+    sums = fixed.sums_bytes
+    beside = core.used - 2 * fixed.x_object + 2 * band - sums
     most = (core.limit - beside) // sums
     if name == "bfp16":
         assert most == most_bands(weights, arch.COLUMNS, tiles)

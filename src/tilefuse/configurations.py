@@ -28,14 +28,8 @@ L2_BATCH = 4
 """Objects of a GEMM's core that move as one through a memory tile: k tiles of weights, bands of activations. K is
 stored in multiples of `ROWS` tiles, so it divides both."""
 
-PIECE_BYTES = BAND_ROWS * NT * 2
-"""Bytes of a band's results for one tile of outputs, bfloat16."""
-
-ACC_BYTES = BAND_ROWS * NT * 4
-"""Bytes of the fp32 sums of a band and one tile of outputs."""
-
-BF16_TILE_BYTES = KT * NT * 2
-"""Bytes of a tile of unquantised weights."""
+BASELINE_ROWS = 32
+"""Rows of activations in a block of the GEMM baseline, as in the design that it stands for."""
 
 GEMM_STACK = 3328
 """Bytes of stack, GEMM (0xD00, what mlir-aie's own whole-array GEMM asks for)."""
@@ -133,7 +127,7 @@ class Weights:
         return cls(tag, layout.tile_bytes, layout.bits, layout.groups_per_tile, minima)
 
 
-BF16 = Weights("bf16", BF16_TILE_BYTES, 16, 0, False)
+BF16 = Weights("bf16", KT * NT * 2, 16, 0, False)
 """Unquantised weights, for the baselines."""
 
 
@@ -197,15 +191,25 @@ class Configuration:
         if value > 1 and self.op is not op:
             raise PlanError(f"{name} = {value}: a {self.op} has 1; only a {op} has more")
 
+    @property
+    def rows(self) -> int:
+        """Rows of activations that a call of the kernel takes."""
+        return {Op.GEMM: BAND_ROWS, Op.GEMM_BASELINE: BASELINE_ROWS}.get(self.op, 1)
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of the fp32 sums that a call of the kernel adds to."""
+        return self.rows * self.tiles * NT * 4
+
     @cached_property
     def kernel(self) -> str:
         """Name of the kernel object (kernels/aie/config.h)."""
         tag = self.weights.tag
         if self.op is Op.GEMM:
             path = "bfp16" if self.weights.minima else "mantissa"
-            return f"gemm_bfp16_{tag}_{path}_{BAND_ROWS}x{KT}x{NT * self.tiles}"
+            return f"gemm_bfp16_{tag}_{path}_{self.rows}x{KT}x{NT * self.tiles}"
         if self.op is Op.GEMM_BASELINE:
-            return f"gemm_bf16_{tag}_emulated_{2 * BAND_ROWS}x{KT}x{NT}"
+            return f"gemm_bf16_{tag}_emulated_{self.rows}x{KT}x{NT}"
         return f"gemv_bf16_{tag}_{'elementwise' if self.weights.bits == 16 else 'mantissa'}_{KT}x{NT}"
 
     @cached_property
@@ -247,7 +251,7 @@ class Configuration:
         if self.op is Op.GEMM:
             return BAND_BYTES
         if self.op is Op.GEMM_BASELINE:
-            return 2 * BAND_ROWS * KT * 2
+            return self.rows * KT * 2
         return KT * 2 * (ROWS if self.op is Op.GEMV else 1)
 
     @property
@@ -257,10 +261,8 @@ class Configuration:
 
     @property
     def y_object(self) -> int:
-        """Results that a core sends at a time."""
-        if self.op is Op.GEMM:
-            return PIECE_BYTES
-        return 2 * PIECE_BYTES if self.op is Op.GEMM_BASELINE else NT * 2
+        """Results that a core sends at a time: of `rows` rows and one tile of outputs, bfloat16."""
+        return self.rows * NT * 2
 
     @property
     def y_l2_object(self) -> int:
@@ -299,7 +301,7 @@ class Configuration:
         if self.op is Op.GEMM:
             return (
                 Item("stack", GEMM_STACK),
-                Item("sums", ACC_BYTES * self.tiles, self.max_bands),
+                Item("sums", self.sums_bytes, self.max_bands),
                 Item("weights", self.w_object, 2),
                 Item("activations", self.x_object, 2),
                 Item("results", self.y_object, 2),
@@ -309,7 +311,7 @@ class Configuration:
         if self.op is Op.GEMM_BASELINE:
             return (
                 Item("stack", GEMM_STACK),
-                Item("sums", 2 * ACC_BYTES),
+                Item("sums", self.sums_bytes),
                 Item("weights", self.w_object),
                 Item("activations", self.x_object, 2),
                 Item("results", self.y_object),
@@ -318,7 +320,7 @@ class Configuration:
         # Of the lowest core of a column; the others have two objects of sums to pass on instead of sums and results.
         items = [
             Item("stack", GEMV_STACK),
-            Item("sums", NT * 4),
+            Item("sums", self.sums_bytes),
             Item("weights", self.w_object, 2),
             Item("results", self.y_object, 2),
             scratch,
@@ -351,5 +353,6 @@ def most_bands(weights: Weights, columns: int, tiles: int) -> int:
     Raises:
         PlanError: Not even one does, or no GEMM has these columns or tiles.
     """
-    core = next(Configuration(Op.GEMM, weights, columns, tiles).budgets())
-    return min(MOST_BANDS, 1 + (core.limit - core.used) // (ACC_BYTES * tiles))
+    one = Configuration(Op.GEMM, weights, columns, tiles)
+    core = next(one.budgets())
+    return min(MOST_BANDS, 1 + (core.limit - core.used) // one.sums_bytes)

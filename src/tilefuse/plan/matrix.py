@@ -178,7 +178,7 @@ def gemm_baseline(layout: PlainLayout, m: int) -> Plan:
     config = Configuration(Op.GEMM_BASELINE, BF16, layout.columns)
     columns, k_tiles, slots = config.columns, layout.k_tiles, layout.tiles_per_column
     tile, half_k = layout.tile_bytes // arch.WORD, k_tiles * KT // 2
-    rows = 2 * BAND_ROWS
+    rows = config.rows
     block = rows * ROWS
     row_blocks = -(-m // block)
     head = config.x_object // arch.WORD

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tilefuse import arch
-from tilefuse.configurations import BF16_TILE_BYTES
+from tilefuse.configurations import BF16
 from tilefuse.errors import PlanError
 from tilefuse.layout import KT, MAX_K, MAX_N, NT
 
@@ -49,7 +49,7 @@ class PlainLayout:
     @property
     def tile_bytes(self) -> int:
         """Bytes of a tile."""
-        return BF16_TILE_BYTES
+        return BF16.tile_bytes
 
     @property
     def k_tiles(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tilefuse import arch
-from tilefuse.configurations import BAND_ROWS, Configuration, Op
+from tilefuse.configurations import Configuration, Op
 from tilefuse.descriptors import Segment, Tap, Transfer, outstanding
 from tilefuse.errors import PlanError
 from tilefuse.layout import KT, NT, ROWS
@@ -102,9 +102,9 @@ class Plan:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a band of all four array rows (1 for a GEMV)."""
-        op = self.configuration.op
-        return {Op.GEMM: ROWS * BAND_ROWS, Op.GEMM_BASELINE: 2 * ROWS * BAND_ROWS}.get(op, 1)
+        """Rows of a band of all four array rows (1 for a GEMV, whose array rows share one)."""
+        gemm = self.configuration.op in (Op.GEMM, Op.GEMM_BASELINE)
+        return self.configuration.rows * (ROWS if gemm else 1)
 
     @property
     def joined(self) -> int:
