@@ -11,6 +11,11 @@ def main() -> int:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
+        # What is wrong with an installation should not take a complete one to be found.
+        if sys.argv[1:2] == ["doctor"]:
+            from tilefuse.doctor.__main__ import main as doctor
+
+            return doctor(sys.argv[2:])
         sys.stderr.write(
             f"tilefuse: the command line needs {error.name}, which is not installed: pip install 'tilefuse[cli]'\n"
         )

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from tilefuse import __version__
 from tilefuse.convert import pack_checkpoint
+from tilefuse.doctor.show import main as doctor_main
 from tilefuse.errors import TileFuseError
 from tilefuse.inspection import Inspection
 from tilefuse.inspection import inspect as inspect_path
@@ -134,6 +135,12 @@ def inspect(
         console.print(_table(found))
         for reason in found.refused.values():
             console.print(f"not read: {reason}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for bug reports.")] = False) -> None:
+    """Say what this machine has and lacks for the NPU; exit with 1 if the NPU can't be used."""
+    raise typer.Exit(doctor_main(as_json=as_json))
 
 
 def _table(found: Inspection) -> Table:
