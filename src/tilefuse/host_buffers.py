@@ -15,10 +15,10 @@ from tilefuse import arch
 from tilefuse._buffers import aligned_empty
 from tilefuse.arrays import BFLOAT16, FloatArray, view_rows
 from tilefuse.configurations import X_HEAD_BYTES, X_PART, Op
-from tilefuse.errors import QuantizationError, ShapeError
+from tilefuse.errors import ShapeError
 from tilefuse.layout import KT, ROWS
 from tilefuse.plan import Plan
-from tilefuse.staging import stage_activations
+from tilefuse.staging import not_finite, stage_activations
 
 Words = npt.NDArray[np.int32]
 
@@ -85,10 +85,7 @@ def _padded(view: FloatArray, perm: npt.NDArray[np.int32] | None, rows: int, cha
     bad = np.argwhere(~np.isfinite(padded.astype(np.float32)))
     if bad.size:
         row, channel = bad[0]
-        source = channel if perm is None else int(perm[channel])
-        raise QuantizationError(
-            f"x[{row}, {source}] is not finite in bfloat16; the array's block floating point has no Inf and no NaN"
-        )
+        raise not_finite(int(row), int(channel if perm is None else perm[channel]))
     return padded
 
 

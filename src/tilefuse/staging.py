@@ -86,10 +86,15 @@ def stage_activations(
     )
     if bad is not None:
         row, channel = bad
-        raise QuantizationError(
-            f"x[{row}, {channel}] is not finite in bfloat16, and the array's block floating point has no Inf and no "
-            "NaN: scale or mask x first, or compute on the CPU"
-        )
+        raise not_finite(row, channel)
+
+
+def not_finite(row: int, channel: int) -> QuantizationError:
+    """The error for a value that the array can't take."""
+    return QuantizationError(
+        f"x[{row}, {channel}] is not finite in bfloat16, and the array's block floating point has no Inf and no NaN: "
+        "scale or mask x first, or compute on the CPU"
+    )
 
 
 def _check(array: npt.NDArray[Any], name: str, dtype: np.dtype[Any]) -> None:

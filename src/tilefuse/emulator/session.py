@@ -60,6 +60,8 @@ class Session:
     def run(self, plan: Plan, x: Any, weights: PackedLinear | Array, *, trace: bool = False) -> tuple[Array, Report]:
         """Computes y = x W + bias, and times it (*modelled*).
 
+        The array rounds x W to bfloat16; a bias is added to that on the host, and the sum rounded once more.
+
         Args:
             plan: A plan of this session's configuration.
             x: As for `tilefuse.host_buffers.stage`.

@@ -210,7 +210,8 @@ class Plan:
         yield f"  DRAM        {read} bytes read, {written} written"
         costs = self.costs
         yield (
-            f"  modelled    {costs.total * 1e6:.1f} us, bound by {costs.bound}: compute {costs.compute * 1e6:.1f}, "
+            f"  modelled    {costs.total * 1e6:.1f} us, bound by {costs.bound}: compute {costs.compute * 1e6:.1f} "
+            f"and {costs.y_wait * 1e6:.1f} until results have left, "
             f"x {costs.x_stream * 1e6:.1f}, w {costs.w_stream * 1e6:.1f}, y {costs.y_stream * 1e6:.1f}, "
             f"DRAM {costs.dram * 1e6:.1f}, commands {costs.control * 1e6:.1f}"
         )
