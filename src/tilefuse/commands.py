@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -22,7 +22,10 @@ from tilefuse.doctor.show import main as doctor_main
 from tilefuse.errors import TileFuseError
 from tilefuse.inspection import Inspection
 from tilefuse.inspection import inspect as inspect_path
-from tilefuse.layout import DEFAULT_COLUMNS
+from tilefuse.layout import DEFAULT_COLUMNS, Layout, ZeroKind
+
+if TYPE_CHECKING:
+    from tilefuse.routing import Routing
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Packed quantised linear layers."
@@ -165,4 +168,47 @@ def _table(found: Inspection) -> Table:
     total = found.nbytes * 8 / max(found.weights, 1)
     table.add_section()
     table.add_row(f"{len(found.rows)} layers", f"{found.weights:,}", "", "", f"{found.nbytes:,}", f"{total:.3f}", "")
+    return table
+
+
+@app.command()
+def route(
+    m: Annotated[int, typer.Argument(metavar="M", help="Rows of activations.")],
+    k: Annotated[int, typer.Argument(metavar="K", help="Input channels.")],
+    n: Annotated[int, typer.Argument(metavar="N", help="Output channels.")],
+    bits: Annotated[int, typer.Option(help="Bits of a weight, 4 or 8.")] = 4,
+    group: Annotated[int, typer.Option(help="Input channels that share a scale; 0 for all of them.")] = 128,
+    zero: Annotated[ZeroKind, typer.Option(help="Zero points (z8) or float minima (m16).")] = ZeroKind.Z8,
+    columns: Annotated[int, typer.Option(help="Columns of the array, 1 to 8.")] = DEFAULT_COLUMNS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Estimate y = x W on each device, and say which one device="auto" takes."""
+    # Not needed by the other commands.
+    from tilefuse import routing
+    from tilefuse.runtime import auto_device
+    from tilefuse.runtime.rates import calibrate
+
+    layout = Layout(k, n, bits, group or k, zero, columns)
+    found = routing.route(layout, m, calibrate, lambda: auto_device().npu_usable)
+    if as_json:
+        sys.stdout.write(json.dumps(found.to_json(), indent=1) + "\n")
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    console.print(_route_table(found))
+    for line in found.lines():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _route_table(found: Routing) -> Table:
+    table = Table(title=Text(found.title), title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("device", "bound by"):
+        table.add_column(heading)
+    for heading in ("work, us", "call, us", "staging, us", "switch, us", "total, us"):
+        table.add_column(heading, justify="right")
+    table.add_column("figures")
+    for name, estimate, figures in found.options():
+        parts = (estimate.work, estimate.overhead, estimate.staging, estimate.switch, estimate.total)
+        table.add_row(name, estimate.bottleneck, *(f"{part * 1e6:,.1f}" for part in parts), figures)
     return table

@@ -39,6 +39,22 @@ class DeviceError(TileFuseError, RuntimeError):
     """A device is not there, can't take the call, or failed."""
 
 
+class NpuError(DeviceError):
+    """The NPU, its driver or what was built for it failed; the message names the likely causes, most likely first."""
+
+
+class NpuUnavailable(NpuError):
+    """There is no NPU that can be used: XRT's Python module, the driver or the device is missing."""
+
+
+class NpuTimeout(NpuError):
+    """A run did not end in time, or the driver's watchdog ended it."""
+
+
+class NpuMemoryError(NpuError, MemoryError):
+    """The driver gives no memory for a buffer."""
+
+
 class PlanError(TileFuseError, ValueError):
     """The array can't run this problem, or not with these tiles: a limit of the hardware, in the problem's terms."""
 

@@ -11,7 +11,7 @@ results, bfloat16 [rows][padded N]. docs/dataflow.md shows how they move.
 """
 
 from tilefuse.plan.costs import Costs, Traffic
-from tilefuse.plan.matrix import gemm, gemm_baseline
+from tilefuse.plan.matrix import Outline, gemm, gemm_baseline, gemm_outline
 from tilefuse.plan.stored import PlainLayout, Stored
 from tilefuse.plan.value import MAX_BUFFER_BYTES, WINDOW, Plan
 from tilefuse.plan.vector import gemv, gemv_baseline
@@ -20,12 +20,14 @@ __all__ = [
     "MAX_BUFFER_BYTES",
     "WINDOW",
     "Costs",
+    "Outline",
     "PlainLayout",
     "Plan",
     "Stored",
     "Traffic",
     "gemm",
     "gemm_baseline",
+    "gemm_outline",
     "gemv",
     "gemv_baseline",
 ]

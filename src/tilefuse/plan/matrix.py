@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from numbers import Integral
 
@@ -11,9 +12,41 @@ from tilefuse.configurations import BAND_BYTES, BAND_ROWS, BF16, L2_BATCH, Confi
 from tilefuse.descriptors import Segment, Tap, Transfer
 from tilefuse.errors import PlanError
 from tilefuse.layout import KT, NT, ROWS, Layout
-from tilefuse.plan.costs import Traffic, modelled, passes
+from tilefuse.plan.costs import Costs, Traffic, modelled, passes
 from tilefuse.plan.stored import PlainLayout, Stored
 from tilefuse.plan.value import Plan, check_buffers
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a plan would be and cost, without its descriptors: cheap where only the costs are asked for."""
+
+    configuration: Configuration
+    bands: int
+    row_blocks: int
+    costs: Costs
+    x_words: int
+    y_rows: int
+
+
+def gemm_outline(layout: Layout, m: int) -> Outline:
+    """Of what `gemm` plans for ``m`` rows; says nothing about the limits of its descriptors.
+
+    Raises:
+        PlanError: The array can't run it; the message says which limit.
+    """
+    config, bands = _choose(layout, m, None, None)
+    row_blocks = -(-m // (BAND * ROWS * bands))
+    x_words, y_rows = _buffers(config, layout, bands, row_blocks)
+    check_buffers(layout, m, x_words, y_rows)
+    costs = modelled(config, layout, bands, row_blocks, _traffic(config, layout, bands, row_blocks))
+    return Outline(config, bands, row_blocks, costs, x_words, y_rows)
+
+
+def _buffers(config: Configuration, layout: Layout, bands: int, row_blocks: int) -> tuple[int, int]:
+    """Words of the activations and rows of the results of a plan."""
+    run = layout.k_tiles * bands * BAND_BYTES // arch.WORD
+    return config.x_l2_object // arch.WORD + row_blocks * ROWS * run, row_blocks * BAND * ROWS * bands
 
 
 def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None = None) -> Plan:
@@ -28,6 +61,12 @@ def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None 
     Raises:
         PlanError: The array can't run it, or not with these tiles; the message says which limit.
     """
+    config, chosen = _choose(layout, m, tiles, bands)
+    return _gemm(config, layout, m, chosen)
+
+
+def _choose(layout: Layout, m: int, tiles: int | None, bands: int | None) -> tuple[Configuration, int]:
+    """The configuration and the bands that the model finds cheapest."""
     _check_rows(m)
     if bands is not None and (not isinstance(bands, Integral) or bands < 1):
         raise PlanError(f"bands = {bands!r}: a core computes at least one band of {BAND_ROWS} rows")
@@ -52,8 +91,7 @@ def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None 
             f"tiles = 2{asked}, N = {layout.n}: the results of two tiles leave from 2 or 4 bands, or from 1 where N is "
             f"at most {2 * arch.SHIM.stride // BAND_ROWS}, and {most} bands of {weights.tag} fit a core; take tiles = 1"
         )
-    config, chosen = min(candidates, key=lambda candidate: _cost(layout, m, *candidate))
-    return _gemm(config, layout, m, chosen)
+    return min(candidates, key=lambda candidate: _cost(layout, m, *candidate))
 
 
 def _cost(layout: Layout, m: int, config: Configuration, bands: int) -> tuple[float, float]:
@@ -117,8 +155,8 @@ def _gemm(config: Configuration, layout: Layout, m: int, bands: int) -> Plan:
     row_blocks = -(-m // block)
     run = k_tiles * bands * BAND_BYTES // arch.WORD  # what an array row takes of a row block in a pass
     head = config.x_l2_object // arch.WORD
-    x_words = head + row_blocks * ROWS * run
-    check_buffers(layout, m, x_words, row_blocks * block)  # before there are too many segments to list
+    x_words, y_rows = _buffers(config, layout, bands, row_blocks)
+    check_buffers(layout, m, x_words, y_rows)  # before there are too many segments to list
 
     @cache
     def weights(first: int, count: int) -> tuple[Transfer, ...]:
@@ -164,7 +202,7 @@ def _gemm(config: Configuration, layout: Layout, m: int, bands: int) -> Plan:
         segments=tuple(segments),
         x_words=x_words,
         x_offset=head,
-        y_rows=row_blocks * block,
+        y_rows=y_rows,
     )
 
 

@@ -17,9 +17,11 @@ from tilefuse.runtime.cpu import (
     set_num_threads,
 )
 from tilefuse.runtime.reference import ReferenceDevice
+from tilefuse.runtime.route import AutoDevice
 
 __all__ = [
     "Device",
+    "auto_device",
     "cpu_level",
     "cpu_levels",
     "default_device",
@@ -41,8 +43,14 @@ class Device(Protocol):
         """Writes ``x W + bias`` to ``y``. Shapes and dtypes have been checked; x and y don't overlap."""
 
 
-_DEVICES: dict[str, Device] = {device.name: device for device in (CpuDevice(), ReferenceDevice())}
+_AUTO = AutoDevice(CpuDevice(), lambda: resolve_device("npu"))
+_DEVICES: dict[str, Device] = {device.name: device for device in (CpuDevice(), ReferenceDevice(), _AUTO)}
 _default: str | None = None
+
+
+def auto_device() -> AutoDevice:
+    """The device "auto"."""
+    return _AUTO
 
 
 def device_names() -> list[str]:
