@@ -36,7 +36,7 @@ def gemm_outline(layout: Layout, m: int) -> Outline:
         PlanError: The array can't run it; the message says which limit.
     """
     config, bands = _choose(layout, m, None, None)
-    row_blocks = -(-m // (BAND * ROWS * bands))
+    row_blocks = -(-m // (BAND_ROWS * ROWS * bands))
     x_words, y_rows = _buffers(config, layout, bands, row_blocks)
     check_buffers(layout, m, x_words, y_rows)
     costs = modelled(config, layout, bands, row_blocks, _traffic(config, layout, bands, row_blocks))
@@ -46,7 +46,7 @@ def gemm_outline(layout: Layout, m: int) -> Outline:
 def _buffers(config: Configuration, layout: Layout, bands: int, row_blocks: int) -> tuple[int, int]:
     """Words of the activations and rows of the results of a plan."""
     run = layout.k_tiles * bands * BAND_BYTES // arch.WORD
-    return config.x_l2_object // arch.WORD + row_blocks * ROWS * run, row_blocks * BAND * ROWS * bands
+    return config.x_l2_object // arch.WORD + row_blocks * ROWS * run, row_blocks * BAND_ROWS * ROWS * bands
 
 
 def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None = None) -> Plan:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tilefuse import arch, plan
-from tilefuse.configurations import BAND
+from tilefuse.configurations import BAND_ROWS
 from tilefuse.errors import PlanError
 from tilefuse.layout import KT, NT, ROWS, Layout
 from tilefuse.runtime.rates import Rates
@@ -14,7 +14,7 @@ from tilefuse.runtime.rates import Rates
 SWITCH = 2.7e-3
 """Seconds that a run takes longer if the array has another xclbin's configuration (observed: 2.67 ms)."""
 
-BLOCK = BAND * ROWS
+BLOCK = BAND_ROWS * ROWS
 """Rows of activations that the array computes at a time, at least: between two multiples, its time is the same."""
 
 

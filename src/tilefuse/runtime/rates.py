@@ -26,7 +26,7 @@ import numpy as np
 from tilefuse import _core
 from tilefuse._buffers import aligned_empty
 from tilefuse.arrays import BFLOAT16, view_rows
-from tilefuse.configurations import BAND, BAND_BYTES
+from tilefuse.configurations import BAND_ROWS, BAND_BYTES
 from tilefuse.errors import DeviceError
 from tilefuse.files import write_atomically
 from tilefuse.layout import KT, NT, ROWS, Layout
@@ -211,7 +211,7 @@ def _staging(rng: np.random.Generator) -> float:
     m, k = _STAGED
     x = view_rows(rng.standard_normal((m, k), np.float32).astype(BFLOAT16), "x")
     assert x is not None
-    k_tiles, bands = k // KT, m // (BAND * ROWS)
+    k_tiles, bands = k // KT, m // (BAND_ROWS * ROWS)
     out = np.zeros(ROWS * k_tiles * bands * BAND_BYTES, np.uint8)
     return out.nbytes / _best(lambda: stage_activations(x, None, k_tiles, bands, 1, out))
 
