@@ -26,7 +26,7 @@ import numpy as np
 from tilefuse import _core
 from tilefuse._buffers import aligned_empty
 from tilefuse.arrays import BFLOAT16, view_rows
-from tilefuse.configurations import BAND_ROWS, BAND_BYTES
+from tilefuse.configurations import BAND_BYTES, BAND_ROWS
 from tilefuse.errors import DeviceError
 from tilefuse.files import write_atomically
 from tilefuse.layout import KT, NT, ROWS, Layout
