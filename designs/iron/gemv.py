@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import GEMV_STACK, RESIDENT_BYTES, Configuration, Op
+from tilefuse.configurations import RESIDENT_BYTES, Configuration, Op
 from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, program, words
 from tilefuse.layout import ROWS
@@ -120,7 +120,7 @@ def gemv(iron: Any, plan: Plan) -> Any:
                     core if config.streams == 2 else core_beside_x,
                     arguments if config.streams == 2 else [row, x.cons(), *arguments],
                     tile=iron.Tile(column, arch.FIRST_CORE_ROW + row),
-                    stack_size=GEMV_STACK,
+                    stack_size=config.stack_bytes,
                     dynamic_objfifo_lowering=True,
                 )
             )

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from tilefuse import arch
-from tilefuse.configurations import GEMV_STACK, Op
+from tilefuse.configurations import Op
 from tilefuse.designs.emit import main
 from tilefuse.designs.parts import Functions, program, words
 from tilefuse.plan import Plan
@@ -67,7 +67,7 @@ def gemv_baseline(iron: Any, plan: Plan) -> Any:
                 store,
             ],
             tile=iron.Tile(column, arch.FIRST_CORE_ROW),
-            stack_size=GEMV_STACK,
+            stack_size=config.stack_bytes,
             dynamic_objfifo_lowering=True,
         )
         for column in columns

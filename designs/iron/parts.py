@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tilefuse import arch
-from tilefuse.configurations import GEMM_STACK, Configuration
+from tilefuse.configurations import Configuration
 from tilefuse.layout import NT, ROWS
 from tilefuse.plan import WINDOW, Plan
 
@@ -125,7 +125,7 @@ def gemm_program(
                 *functions,
             ],
             tile=iron.Tile(column, arch.FIRST_CORE_ROW + row),
-            stack_size=GEMM_STACK,
+            stack_size=config.stack_bytes,
             dynamic_objfifo_lowering=True,
         )
         for column in range(config.columns)

@@ -86,7 +86,7 @@ MAX_IN_FLIGHT = 6
 (observed: the seventh is lost)."""
 
 PROGRAM_BYTES = 16 * 1024
-"""Program memory of a core; the linker does not notice an overflow."""
+"""Program memory of a core. The tools' linker script declares more: only our own check of kernel objects notices."""
 
 DEFAULT_STACK = 1024
 """Bytes of stack that a core gets unless its worker asks for more; it lies below the buffers in the same memory."""

@@ -197,6 +197,11 @@ class Configuration:
         return {Op.GEMM: BAND_ROWS, Op.GEMM_BASELINE: BASELINE_ROWS}.get(self.op, 1)
 
     @property
+    def stack_bytes(self) -> int:
+        """Stack of a core, below its buffers in the same memory."""
+        return GEMM_STACK if self.op in (Op.GEMM, Op.GEMM_BASELINE) else GEMV_STACK
+
+    @property
     def sums_bytes(self) -> int:
         """Bytes of the fp32 sums that a call of the kernel adds to."""
         return self.rows * self.tiles * NT * 4
@@ -297,10 +302,10 @@ class Configuration:
         yield Budget("memory tile", self._memtile_items(), arch.MEMTILE.memory)
 
     def _core_items(self) -> tuple[Item, ...]:
-        scratch = Item("scratch", self.scratch_bytes)
+        stack, scratch = Item("stack", self.stack_bytes), Item("scratch", self.scratch_bytes)
         if self.op is Op.GEMM:
             return (
-                Item("stack", GEMM_STACK),
+                stack,
                 Item("sums", self.sums_bytes, self.max_bands),
                 Item("weights", self.w_object, 2),
                 Item("activations", self.x_object, 2),
@@ -310,7 +315,7 @@ class Configuration:
             )
         if self.op is Op.GEMM_BASELINE:
             return (
-                Item("stack", GEMM_STACK),
+                stack,
                 Item("sums", self.sums_bytes),
                 Item("weights", self.w_object),
                 Item("activations", self.x_object, 2),
@@ -319,7 +324,7 @@ class Configuration:
             )
         # Of the lowest core of a column; the others have two objects of sums to pass on instead of sums and results.
         items = [
-            Item("stack", GEMV_STACK),
+            stack,
             Item("sums", self.sums_bytes),
             Item("weights", self.w_object, 2),
             Item("results", self.y_object, 2),

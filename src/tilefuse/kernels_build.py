@@ -24,16 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilefuse import arch
 from tilefuse.errors import TileFuseError, ToolchainError
 
 if TYPE_CHECKING:
     from tilefuse.emulator.kernels import HostKernel
-
-PROGRAM_BYTES = 16 * 1024
-"""Program memory of a core. The linker script of the array's tools declares more, so nothing else checks it."""
-
-STACK_BYTES = 1024
-"""Stack that a core gets unless its design asks for more."""
 
 FLAGS = (
     "-O2",
@@ -192,9 +187,9 @@ def build(tools: Toolchain, configuration: Configuration, output: Path) -> Size:
                 text = text_bytes(partial.read_bytes())
             except KernelBuildError as error:
                 raise KernelBuildError(f"{name}: {error}:\n{command}") from None
-            if text > PROGRAM_BYTES:
+            if text > arch.PROGRAM_BYTES:
                 raise KernelBuildError(
-                    f"{name}: {text} bytes of instructions, and a core holds {PROGRAM_BYTES}; "
+                    f"{name}: {text} bytes of instructions, and a core holds {arch.PROGRAM_BYTES}; "
                     "take a smaller TF_M or keep its loops rolled"
                 )
             usage = partial.with_suffix(".su")
@@ -248,8 +243,8 @@ def report(sizes: Iterable[Size]) -> str:
     lines = [f"{'kernel':<44} {'text':>6} {'stack':>6}"]
     for size in sizes:
         stack = "?" if size.stack is None else str(size.stack)
-        deep = size.stack is not None and size.stack > STACK_BYTES
-        note = f"  more than the default {STACK_BYTES}: set the worker's stack_size" if deep else ""
+        deep = size.stack is not None and size.stack > arch.DEFAULT_STACK
+        note = f"  more than the default {arch.DEFAULT_STACK}: set the worker's stack_size" if deep else ""
         lines.append(f"{size.name:<44} {size.text:>6} {stack:>6}{note}")
     return "\n".join(lines)
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tilefuse import kernels_build, manifest, shapes
-from tilefuse.configurations import GEMM_STACK, GEMV_STACK, Configuration, Op
+from tilefuse.configurations import Configuration
 from tilefuse.errors import PlanError, TileFuseError, ToolchainError
 from tilefuse.files import sha256, write_atomically
 from tilefuse.layout import KT
@@ -215,11 +215,10 @@ class Builder:
             size = kernels_build.build(self._tools.kernels, self._kernels[configuration.kernel], folder)
         except kernels_build.KernelBuildError as error:
             raise XclbinBuildError(f"{configuration.name}: {error}") from None
-        stack = GEMM_STACK if configuration.op in (Op.GEMM, Op.GEMM_BASELINE) else GEMV_STACK
-        if size.stack is not None and size.stack > stack:
+        if size.stack is not None and size.stack > configuration.stack_bytes:
             raise XclbinBuildError(
                 f"{configuration.name}: {configuration.kernel} has a stack frame of {size.stack} bytes, and the design "
-                f"gives a core {stack}; keep its loops rolled"
+                f"gives a core {configuration.stack_bytes}; keep its loops rolled"
             )
 
     def _aiecc(self, job: Job, command: list[str], folder: Path) -> None:

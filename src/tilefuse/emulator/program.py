@@ -206,11 +206,6 @@ class Worker:
         buffer.owner = self
         self.buffers.append(buffer)
 
-    @staticmethod
-    def grid(rows: int, cols: int, factory: Callable[[int, int], Worker]) -> list[list[Worker]]:
-        """``factory(r, c)`` for all rows and columns."""
-        return [[factory(r, c) for c in range(cols)] for r in range(rows)]
-
 
 class WorkerRuntimeBarrier:
     """A lock of each of its workers that the host sets and they wait for."""

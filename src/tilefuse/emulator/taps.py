@@ -39,11 +39,6 @@ class TensorAccessPattern:
                 break
             self.strides[i] = 0
 
-    @property
-    def transformation_dims(self) -> list[tuple[int, int]]:
-        """(size, stride) by dimension."""
-        return list(zip(self.sizes, self.strides, strict=True))
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TensorAccessPattern) and self.__dict__ == other.__dict__
 
