@@ -91,6 +91,9 @@ PROGRAM_BYTES = 16 * 1024
 DEFAULT_STACK = 1024
 """Bytes of stack that a core gets unless its worker asks for more; it lies below the buffers in the same memory."""
 
+BUFFER_ALIGNMENT = 32
+"""Bytes that the compiler aligns a tile's buffers to (verifier: the width of a core's loads and stores)."""
+
 HOST_BUFFERS = 16
 """Buffers that a run-time sequence takes."""
 

@@ -348,8 +348,8 @@ class Configuration:
 
     def takes_bands(self, bands: int) -> bool:
         """Whether a GEMM's plan may have that many bands: they fit, and their results fill whole objects."""
-        pieces = self.join == self.tiles * bands or bands % self.join == 0
-        return 1 <= bands <= self.max_bands and pieces
+        fill = self.join == self.tiles * bands or bands % self.join == 0
+        return 1 <= bands <= self.max_bands and fill
 
 
 def most_bands(weights: Weights, columns: int, tiles: int) -> int:

@@ -13,9 +13,6 @@ from tilefuse.errors import ArrayLimitError
 Place = tuple[int, int]
 """Column and row."""
 
-_ALIGNMENT = 32
-"""Bytes that the compiler aligns buffers to."""
-
 
 @dataclass
 class Channel:
@@ -51,7 +48,7 @@ class TileUse:
     @property
     def bytes_used(self) -> int:
         """Bytes of memory, each buffer rounded up to its alignment."""
-        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for _, size in self.memory)
+        return sum(-(-size // arch.BUFFER_ALIGNMENT) * arch.BUFFER_ALIGNMENT for _, size in self.memory)
 
     @property
     def locks_used(self) -> int:
