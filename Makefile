@@ -12,7 +12,7 @@ XCLBINS_ARGS ?=
 export CXX
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 
-cpp := $(shell find kernels src/tilefuse/_core src/tilefuse/_emu -name '*.cpp' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' | sort)
+cpp := $(shell find kernels src/tilefuse/_core src/tilefuse/_emu src/tilefuse/_xrt -name '*.cpp' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' | sort)
 build_inputs := pyproject.toml CMakeLists.txt $(cpp) $(shell find kernels -name CMakeLists.txt)
 
 .DEFAULT_GOAL := help
