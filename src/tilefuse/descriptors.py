@@ -95,8 +95,8 @@ class Transfer:
     stream: str
     """``x`` and ``w`` go to the array, ``y`` comes from it; also the name of the host buffer."""
     index: int
-    """Which of the streams: of a GEMM's x the array row, of a GEMV's 0; of w and y the column. With two weight streams a
-    column, of x and w twice the column, and 1 more for the second."""
+    """Which of the streams: of a GEMM's x the array row, of a GEMV's 0; of w and y the column. With two weight streams
+    a column, of x and w twice the column, and 1 more for the second."""
     tap: Tap
 
 
