@@ -91,7 +91,7 @@ def gemm(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = N
         x: [M, K] float32, bfloat16 or float16; NumPy (ml_dtypes for bfloat16) or a torch CPU tensor; any strides; M may
             be 0.
         layer: A packed layer (`tilefuse.pack`, `tilefuse.load`).
-        device: "cpu" or "reference"; None for `tilefuse.default_device()`.
+        device: "cpu", "auto" or another of `tilefuse.runtime.device_names()`; None for `tilefuse.default_device()`.
         out: [M, N], written and returned.
         out_dtype: Type of the result; None for that of ``x``.
 

@@ -50,8 +50,8 @@ _Table = dict[int, Decision]
 
 def bucket(m: int) -> int:
     """The number of rows that stands for ``m``: the largest of its bucket."""
-    shift = max((m - 1).bit_length() - _BUCKET_BITS, 0)
-    return -(-m >> shift) << shift
+    shift = (m - 1).bit_length() - _BUCKET_BITS
+    return m if shift <= 0 else -(-m >> shift) << shift
 
 
 def decide(layout: Layout, m: int, rates: Rates) -> Decision:
@@ -95,7 +95,8 @@ class Router:
             decision: Decision = held[1][rows]
         except KeyError:
             decision = self._decide(held[1], layer.layout, rows)
-        near = self.open in ("", decision.configuration)
+        now = self.open
+        near = not now or now == decision.configuration
         return decision if (decision.if_open if near else decision.if_another) else None
 
     def give_up(self, layer: PackedLinear, m: int) -> None:
