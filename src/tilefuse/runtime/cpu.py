@@ -17,6 +17,15 @@ from tilefuse.packed import PackedLinear, native_layout
 MAX_THREADS = 256
 """Threads at most, as in thread_pool.h."""
 
+changes = 0
+"""Other than before once the level or the number of threads was changed: what depends on them must be worked out anew.
+Cheaper to look at than both."""
+
+
+def _changed() -> None:
+    global changes
+    changes += 1
+
 
 @cache
 def _check_environment() -> None:
@@ -84,10 +93,12 @@ def force_cpu_level(name: str) -> Iterator[None]:
         raise DeviceError(f"CPU level {name!r}: this CPU has {', '.join(_core.cpu_levels())}")
     before = _core.cpu_level()
     _core.set_cpu_level(name)
+    _changed()
     try:
         yield
     finally:
         _core.set_cpu_level(before)
+        _changed()
 
 
 def get_num_threads() -> int:
@@ -104,3 +115,4 @@ def set_num_threads(n: int) -> None:
     if not isinstance(n, Integral) or not 1 <= n <= MAX_THREADS:
         raise DeviceError(f"num_threads = {n!r}: pass 1 to {MAX_THREADS}")
     _core.set_num_threads(n)
+    _changed()

@@ -17,6 +17,7 @@ from tilefuse.arrays import FloatArray
 from tilefuse.errors import NpuError, NpuMemoryError, NpuUnavailable, PlanError, QuantizationError, TileFuseError
 from tilefuse.layout import Layout
 from tilefuse.packed import PackedLinear
+from tilefuse.runtime import cpu as cpu_settings
 
 if TYPE_CHECKING:
     from tilefuse.runtime.rates import Rates
@@ -76,7 +77,7 @@ class Router:
     def __init__(self, calibrate: Callable[[], Rates]) -> None:
         self._calibrate = calibrate
         self._lock = threading.Lock()
-        self._settings = _settings()
+        self._changes = cpu_settings.changes
         self._rates: dict[tuple[str, int], Rates] = {}
         self._tables: dict[Layout, _Table] = {}
         self.open = ""
@@ -84,7 +85,7 @@ class Router:
 
     def on_npu(self, layer: PackedLinear, m: int) -> Decision | None:
         """The decision for ``m`` rows, at least 1, if it is for the NPU; None for the CPU."""
-        if _settings() != self._settings:
+        if cpu_settings.changes != self._changes:
             self._forget()
         tables = self._tables
         held = layer.__dict__.get("_routes")
@@ -111,10 +112,10 @@ class Router:
     def _forget(self) -> None:
         # The CPU is faster or slower than when the decisions were made.
         with self._lock:
-            settings = _settings()
-            if settings != self._settings:
+            changes = cpu_settings.changes
+            if changes != self._changes:
                 self._tables = {}
-                self._settings = settings
+                self._changes = changes
 
     def _table(self, tables: dict[Layout, _Table], layout: Layout) -> _Table:
         with self._lock:
@@ -124,15 +125,11 @@ class Router:
         # Under the lock: one thread measures and plans, and those that need the same wait for it.
         with self._lock:
             if rows not in table:
-                settings = _settings()
+                settings = _core.cpu_level(), _core.num_threads()
                 if settings not in self._rates:
                     self._rates[settings] = self._calibrate()
                 table[rows] = decide(layout, rows, self._rates[settings])
             return table[rows]
-
-
-def _settings() -> tuple[str, int]:
-    return _core.cpu_level(), _core.num_threads()
 
 
 class AutoDevice:
