@@ -66,4 +66,4 @@ def test_page_is_labelled_and_lists_every_kernel(
     assert "**Every figure here is modelled**" in page
     assert all(f"| `{name}` |" in page for name in kernels.names())
     assert benchmark.main(["--print"]) == 0
-    assert capsys.readouterr().out == page + "\n"
+    assert capsys.readouterr().out == page
