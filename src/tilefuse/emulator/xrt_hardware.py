@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import sys
 import threading
@@ -34,6 +35,8 @@ from tilefuse.emulator.xrt_enums import bo_flags, ert_cmd_state
 from tilefuse.emulator.xrt_faults import Fault, Faults, Injection
 from tilefuse.errors import DataflowError, TileFuseError
 from tilefuse.plan import Plan
+
+_LOG = logging.getLogger(__name__)
 
 OPCODE = 3
 """What argument 0 must be: run the instructions (mlir-aie's hosts)."""
@@ -344,7 +347,11 @@ def _stop_all() -> None:
 
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
-        job()
+        try:
+            job()
+        except Exception:
+            # Whoever waits for a command is told by the command; the thread must not end.
+            _LOG.exception("the emulated device failed")
         # Or what it refers to would live until the next one comes.
         del job
 
