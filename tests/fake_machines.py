@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tilefuse import manifest, plan
+from tilefuse.doctor import Finding, Report, Status
 from tilefuse.doctor.system import Node, Ran, System
 from tilefuse.doctor.userspace import PROBE, TOOLS_PROBE
 from tilefuse.files import sha256
@@ -23,7 +24,7 @@ SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e0
 
 TOOLS = '["found", {"mlir_aie": "1.4.0", "llvm_aie": "21.0.0", "xclbinutil": "2.21.75"}]'
 GOOD_PYXRT = f'["found", "{PYXRT}"]\n["imported", ""]\n["opened", "NPU Strix"]\n'
-PLATFORM = "Platform\n  Name                   : NPU Strix \n  Power Mode             : Default \n"
+PLATFORM = "Platform\n  Name                   : NPU Strix \n  Power Mode             : default \n"
 
 
 @dataclass
@@ -155,7 +156,7 @@ class Machine:
     def artifacts(self) -> None:
         """A folder with one xclbin and no stream."""
         configuration = plan.gemm(Layout(512, 512, 4, 128), 64).configuration
-        folder = self.root / "work" / "build" / "xclbins"
+        folder = self.root / "work" / "xclbins"
         folder.mkdir(parents=True)
         (folder / "one.xclbin").write_bytes(b"xclbin2")
         provenance = manifest.Provenance({"mlir_aie": "1.4.0"}, {"gemm.py": "00"})
@@ -193,7 +194,7 @@ class Machine:
             "python": "/usr/bin/python3.12",
             "python_version": (3, 12),
             "import_path": ["/usr/lib/python3/dist-packages"],
-            "working_folder": self.root / "work",
+            "artifacts": self.root / "work" / "xclbins",
             "host": "adas-laptop",
             "owners": {"/dev/accel/accel0": Node(0, RENDER, 0o660)},
         }
@@ -203,3 +204,15 @@ class Machine:
         self.ran.append(list(command))
         name = {PROBE: "pyxrt", TOOLS_PROBE: "tools"}.get(command[3] if len(command) > 3 else "", Path(command[0]).name)
         return self.says.get(name, Ran(None, stderr=f"no {name}"))
+
+
+def by_id(report: Report) -> dict[str, Finding]:
+    """The findings; no two have the same id."""
+    found = {finding.id: finding for finding in report.findings}
+    assert len(found) == len(report.findings), "an id is used twice"
+    return found
+
+
+def wrong(report: Report) -> set[str]:
+    """Ids of what keeps the NPU from being used."""
+    return {finding.id for finding in report.findings if finding.status in (Status.MISSING, Status.BROKEN)}

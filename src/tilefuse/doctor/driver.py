@@ -168,22 +168,12 @@ def firmware_files(system: System, npu: Npu) -> list[str]:
     return list(found)
 
 
-def kernel_log(system: System) -> list[str]:
-    """What the kernel said of amdxdna, where that may be read."""
-    for command in (("dmesg",), ("journalctl", "--dmesg", "--boot", "--no-pager", "--output=cat")):
-        ran = system.run(*command, timeout=2.0)
-        lines = [line for line in ran.stdout.splitlines() if MODULE in line or "module" in line.lower()]
-        if ran.status == 0 and any(MODULE in line for line in lines):
-            return [re.sub(r"^\[[^\]]*\]\s*", "", line) for line in lines]
-    return []
-
-
 def _not_driving(system: System) -> Finding:
     """The module is there but gave the device up."""
-    errors = [line for line in kernel_log(system) if "ERROR" in line or "failed" in line]
+    errors = [line for line in _log(system) if "ERROR" in line or "failed" in line]
     said = f"; the kernel's log: {errors[0]}" if errors else ""
     device = _which(system, module_files(system))
-    remedy = f"see the finding on firmware; {LOG}. After a change of driver or firmware, reboot"
+    remedy = f"see the finding on firmware{'' if errors else f'; {LOG}'}. After a change of driver or firmware, reboot"
     return Finding("driver", Status.BROKEN, f"{MODULE} {device} is loaded but doesn't drive the NPU{said}", remedy)
 
 
@@ -306,8 +296,12 @@ def _too_new() -> str:
     )
 
 
+def _log(system: System) -> list[str]:
+    return [line for line in system.kernel_log if MODULE in line]
+
+
 def _firmware_in_log(system: System) -> Finding | None:
-    log = "\n".join(line for line in kernel_log(system) if MODULE in line)
+    log = "\n".join(_log(system))
     if found := re.search(r"firmware protocol major (\d+) minor (\d+)", log):
         protocol = int(found[1]), int(found[2])
         said = f"protocol {protocol[0]}.{protocol[1]}, and the driver refuses it"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 
 from tilefuse.doctor import Report, Status, System, examine
 
@@ -22,23 +21,15 @@ def main(*, as_json: bool, system: System | None = None) -> int:
     return 0 if report.usable else 1
 
 
-def plain(report: Report, width: int = 110) -> str:
-    """The report as lines."""
+def plain(report: Report) -> str:
+    """The report as lines, long ones included: a command that is broken in two can't be copied."""
     lines = []
     for finding in report.findings:
         head = f"{finding.status:<8} {finding.id:<13} "
-        indent = " " * len(head)
-        lines.append(_wrapped(finding.found, head, indent, width))
+        lines.append(f"{head}{finding.found}")
         if finding.remedy:
-            lines.append(_wrapped(finding.remedy, f"{indent}-> ", f"{indent}   ", width))
+            lines.append(f"{'->':>{len(head) - 1}} {finding.remedy}")
     return "\n".join([*lines, "", report.verdict, ""])
-
-
-def _wrapped(text: str, first: str, rest: str, width: int) -> str:
-    # Neither paths nor commands are broken in the middle of a word, so that they can be copied.
-    return textwrap.fill(
-        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-    )
 
 
 def _print_table(report: Report) -> bool:
@@ -53,15 +44,17 @@ def _print_table(report: Report) -> bool:
     except ImportError:
         return False
     table = Table(box=SIMPLE_HEAD)
-    for heading in ("", "", "found, and what to do"):
+    for heading in ("", "", "found"):
         table.add_column(heading, overflow="fold")
     for finding in report.findings:
         # Text: brackets in paths are no markup.
-        text = Text(finding.found)
-        if finding.remedy:
-            text.append(f"\n-> {finding.remedy}", style="bold" if finding.status is not Status.NOTE else "")
-        table.add_row(Text(str(finding.status), style=COLOURS[finding.status]), Text(finding.id), text)
+        table.add_row(Text(str(finding.status), style=COLOURS[finding.status]), Text(finding.id), Text(finding.found))
     console = Console()
     console.print(table)
-    console.print(report.verdict, markup=False, highlight=False)
+    # Under the table, where the terminal alone breaks lines: commands are for copying.
+    for finding in report.findings:
+        if finding.remedy:
+            text = Text(f"{finding.id}: ", style=COLOURS[finding.status]).append(finding.remedy, style="default")
+            console.print(text, soft_wrap=True)
+    console.print(f"\n{report.verdict}", markup=False, highlight=False, soft_wrap=True)
     return True

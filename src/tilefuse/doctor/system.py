@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from platform import machine as machine_name
 from platform import node as host_name
+
+from tilefuse import manifest, shapes
 
 try:
     import resource
@@ -106,6 +110,17 @@ def _memlock() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def _artifacts() -> Path:
+    if named := os.environ.get("TILEFUSE_XCLBINS"):
+        return Path(named)
+    built = Path("build") / "xclbins"
+    for folder in (Path.cwd(), shapes.default_file().parent.parent):
+        if (folder / built / manifest.NAME).is_file():
+            return folder / built
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local" / "share") / "tilefuse" / "xclbins"
+
+
 @dataclass
 class System:
     """The machine and who asks. The defaults are this machine and this process."""
@@ -129,8 +144,8 @@ class System:
     extension_suffix: str = field(default_factory=lambda: str(sysconfig.get_config_var("EXT_SUFFIX") or ""))
     """How names of this Python's own extension modules end."""
     import_path: Sequence[str] = field(default_factory=lambda: list(sys.path))
-    working_folder: Path = field(default_factory=Path)
-    """What relative paths of artifacts are relative to; a path of ours, not under `root`."""
+    artifacts: Path = field(default_factory=_artifacts)
+    """The folder of xclbins that the runtime takes; not under `root`."""
     host: str = field(default_factory=host_name)
     forbidden: list[str] = field(default_factory=list)
     """Paths that may not be read, as far as anything was looked for there."""
@@ -200,6 +215,15 @@ class System:
     def run(self, *command: str, timeout: float = TIMEOUT) -> Ran:
         """Runs a program of the machine."""
         return self.run_program(command, self.environment, timeout)
+
+    @cached_property
+    def kernel_log(self) -> list[str]:
+        """The kernel's messages without their times; none where they may not be read."""
+        for command in (("dmesg",), ("journalctl", "--dmesg", "--boot", "--no-pager", "--output=cat")):
+            ran = self.run(*command, timeout=2.0)
+            if ran.status == 0 and ran.stdout.strip():
+                return [re.sub(r"^\[[^\]]*\]\s*", "", line) for line in ran.stdout.splitlines()]
+        return []
 
     @property
     def kernel(self) -> str:

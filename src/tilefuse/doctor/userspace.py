@@ -37,6 +37,11 @@ PROBE = """
 import importlib.util, json, sys
 def say(stage, text=""):
     print(json.dumps([stage, str(text)]), flush=True)
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+except (ImportError, OSError, ValueError):
+    pass
 spec = importlib.util.find_spec("pyxrt")
 if spec is None:
     say("absent")
@@ -164,8 +169,8 @@ def toolchain(system: System) -> Iterator[Finding]:
 
 def artifacts(system: System) -> Iterator[Finding]:
     """The xclbins that the runtime would take."""
+    folder = system.artifacts
     named = system.environment.get("TILEFUSE_XCLBINS")
-    folder = system.working_folder / (named or "build/xclbins")
     origin = "TILEFUSE_XCLBINS" if named else "the default; TILEFUSE_XCLBINS names another"
     remedy = "run `make xclbins` where mlir-aie, Peano and xclbinutil are, and name the folder in TILEFUSE_XCLBINS"
     try:
@@ -187,7 +192,9 @@ def artifacts(system: System) -> Iterator[Finding]:
     elif not found.built:
         yield Finding("artifacts", Status.MISSING, f"{folder} lists no xclbin ({origin})", remedy)
     else:
-        yield Finding("artifacts", Status.OK, f"{len(found.built)} xclbins, {streams} instruction streams in {folder}")
+        yield Finding(
+            "artifacts", Status.OK, f"xclbins: {len(found.built)}, instruction streams: {streams}, in {folder}"
+        )
 
 
 def power(system: System, npu: Npu) -> Iterator[Finding]:
@@ -197,7 +204,7 @@ def power(system: System, npu: Npu) -> Iterator[Finding]:
     if smi is not None:
         ran = system.run(smi, "examine", "--device", npu.address, "--report", "platform")
         if mode := re.search(r"^\s*Power Mode\s*:\s*(\S+)", ran.stdout, re.MULTILINE):
-            said.append(f"mode {mode[1]}")
+            said.append(f"mode {mode[1].lower()}")
     supplies = [system.read(path) for path in system.match("/sys/class/power_supply", "*/online")]
     if supplies:
         said.append("on mains" if "1" in supplies else "on battery")
@@ -205,7 +212,7 @@ def power(system: System, npu: Npu) -> Iterator[Finding]:
         said.append(f"platform profile {profile}")
     if not said:
         return
-    hint = "" if "mode Turbo" in said else "for figures: `sudo xrt-smi configure --pmode turbo`, on mains"
+    hint = "" if "mode turbo" in said else "for figures: `sudo xrt-smi configure --pmode turbo`, on mains"
     yield Finding("power", Status.NOTE, ", ".join(said), hint)
 
 
