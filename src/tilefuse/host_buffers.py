@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tilefuse import arch
 from tilefuse._buffers import aligned_empty
-from tilefuse.arrays import BFLOAT16, FloatArray, view_rows
+from tilefuse.arrays import BFLOAT16, FloatArray, FloatType, view_rows
 from tilefuse.configurations import X_HEAD_BYTES, X_PART, Op
 from tilefuse.errors import ShapeError
 from tilefuse.layout import KT, ROWS
@@ -21,6 +21,12 @@ from tilefuse.plan import Plan
 from tilefuse.staging import not_finite, stage_activations
 
 Words = npt.NDArray[np.int32]
+
+_EXPONENT = np.uint16(0x7F80)
+"""Bits of a bfloat16's exponent; all set in Inf and NaN."""
+
+_ROWS_AT_ONCE = 1 << 16
+"""Results that get their bias at a time: few enough that what lies between is in the caches."""
 
 
 def stage(plan: Plan, x: Any, perm: npt.NDArray[np.int32] | None = None, out: Words | None = None) -> Words:
@@ -46,18 +52,25 @@ def stage(plan: Plan, x: Any, perm: npt.NDArray[np.int32] | None = None, out: Wo
         out = aligned_empty(arch.WORD * plan.x_words).view(np.int32)
     elif out.shape != (plan.x_words,) or out.dtype != np.int32 or not out.flags.c_contiguous:
         raise ShapeError(f"out is {out.dtype} {list(out.shape)}; the plan's activations are int32 [{plan.x_words}]")
+    fill(plan, view, perm, out)
+    return out
+
+
+def fill(plan: Plan, view: FloatArray, perm: npt.NDArray[np.int32] | None, out: Words) -> None:
+    """As `stage`, into ``out``; shapes have been checked."""
     if plan.x_offset:
         out[: plan.x_offset] = stage_parameters(plan)
     if plan.configuration.op is Op.GEMM:
         data = out[plan.x_offset :].view(np.uint8)
         stage_activations(view, perm, plan.layout.k_tiles, plan.bands, plan.row_blocks, data, plan.joined)
-        return out
-    rows = _padded(view, perm, plan.y_rows, plan.layout.k_tiles * KT)
+        return
+    channels = plan.layout.k_tiles * KT
     if plan.configuration.streams == 2:
+        rows = np.empty((1, channels), BFLOAT16)
+        _pad(view, perm, rows)
         _spread_to_rows(plan, rows.reshape(-1), out)
     else:
-        out[plan.x_offset :] = rows.reshape(-1).view(np.int32)
-    return out
+        _pad(view, perm, out[plan.x_offset :].view(BFLOAT16).reshape(plan.y_rows, channels))
 
 
 def stage_parameters(plan: Plan) -> Words:
@@ -74,19 +87,25 @@ def stage_parameters(plan: Plan) -> Words:
     return head
 
 
-def _padded(view: FloatArray, perm: npt.NDArray[np.int32] | None, rows: int, channels: int) -> npt.NDArray[Any]:
+def _pad(view: FloatArray, perm: npt.NDArray[np.int32] | None, out: npt.NDArray[Any]) -> None:
+    """x as bfloat16 in the corner of ``out``, zeros around it."""
     given = view.numpy()
     given = given.reshape(-1, given.shape[-1])
-    if perm is not None:
-        given = given[:, perm]
-    padded = np.zeros((rows, channels), BFLOAT16)
-    with np.errstate(over="ignore", invalid="ignore"):
-        padded[: given.shape[0], : given.shape[1]] = given.astype(BFLOAT16)
-    bad = np.argwhere(~np.isfinite(padded.astype(np.float32)))
-    if bad.size:
-        row, channel = bad[0]
+    m, k = given.shape
+    real = out[:m, :k]
+    if view.kind is FloatType.BF16:
+        real[...] = given if perm is None else given[:, perm]
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            real[...] = given if perm is None else given[:, perm]
+    if k < out.shape[1]:
+        out[:m, k:] = 0
+    if m < out.shape[0]:
+        out[m:] = 0
+    exponents = real.view(np.uint16) & _EXPONENT
+    if exponents.max(initial=0) == _EXPONENT:
+        row, channel = np.argwhere(exponents == _EXPONENT)[0]
         raise not_finite(int(row), int(channel if perm is None else perm[channel]))
-    return padded
 
 
 def _spread_to_rows(plan: Plan, x: npt.NDArray[Any], out: Words) -> None:
@@ -111,3 +130,25 @@ def empty_results(plan: Plan) -> Words:
 def results(plan: Plan, y: Words) -> npt.NDArray[Any]:
     """The results in ``y`` without padding: a bfloat16 view [M, N]."""
     return y.view(BFLOAT16).reshape(plan.y_rows, plan.layout.n_padded)[: plan.m, : plan.n]
+
+
+def write_results(plan: Plan, y: Words, bias: npt.NDArray[np.float32] | None, target: npt.NDArray[Any]) -> None:
+    """Writes the results in ``y`` to ``target``, [M, N] of any float type.
+
+    The array's results are bfloat16. A bias is added to them in float32, and the sum rounded once, to the type of
+    ``target``.
+    """
+    found = results(plan, y)
+    if bias is None:
+        if target.dtype == found.dtype or target.dtype == np.float32:
+            target[...] = found
+            return
+        with np.errstate(over="ignore"):
+            target[...] = found
+        return
+    step = max(1, _ROWS_AT_ONCE // plan.n)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for row in range(0, plan.m, step):
+            sums = found[row : row + step].astype(np.float32)
+            sums += bias
+            target[row : row + step] = sums

@@ -23,6 +23,8 @@ HEAD = "lm_head"
 
 _SCHEME = re.compile(r"w([48])g(\d+)(m?)")
 
+_SCHEME_FORM = "write bits, group and m for minima, as in w4g128 or w8g32m"
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -94,9 +96,7 @@ def read(path: Path) -> Shapes:
     schemes = _listed(path, document, "schemes", str)
     for scheme in schemes:
         if not _SCHEME.fullmatch(scheme):
-            raise PlanError(
-                f"{path}: schemes has {scheme!r}; write bits, group and m for minima, as in w4g128 or w8g32m"
-            )
+            raise PlanError(f"{path}: schemes has {scheme!r}; {_SCHEME_FORM}")
     return Shapes(
         columns=_integer(path, "columns", document.get("columns", arch.COLUMNS)),
         designs=tuple(Op(name) for name in designs),
@@ -128,6 +128,32 @@ def wanted(shapes: Shapes) -> dict[Configuration, list[Wanted]]:
     return {configuration: list(streams.values()) for configuration, streams in found.items()}
 
 
+def wanted_for(m: int, layout: Layout, streams: int = 1) -> Wanted:
+    """What a product of ``m`` rows takes: of one row a GEMV's instruction stream, of more a GEMM's.
+
+    Raises:
+        PlanError: The array can't run it.
+    """
+    chosen = plan.gemv(layout, streams=streams) if m == 1 else plan.gemm(layout, m)
+    return Wanted(chosen, ((m, layout.k, layout.n),), ("one shape",))
+
+
+def layout_of(k: int, n: int, scheme: str, columns: int = arch.COLUMNS) -> Layout:
+    """The packed layout of a layer of that scheme ("w4g128", "w8g32m", ...).
+
+    Raises:
+        PlanError: There is no such scheme, or the format does not hold the layer.
+    """
+    matched = _SCHEME.fullmatch(scheme)
+    if matched is None:
+        raise PlanError(f"scheme {scheme!r}: {_SCHEME_FORM}")
+    zero = ZeroKind.M16 if matched[3] else ZeroKind.Z8
+    try:
+        return Layout(k, n, int(matched[1]), int(matched[2]), zero, columns)
+    except LayoutError as error:
+        raise PlanError(f"{scheme}: {error}") from None
+
+
 def _plans(shapes: Shapes, layer: Layer) -> Iterator[plan.Plan]:
     plain = plan.PlainLayout(layer.k, layer.n, shapes.columns)
     rows = () if layer.head else shapes.rows
@@ -146,13 +172,10 @@ def _plans(shapes: Shapes, layer: Layer) -> Iterator[plan.Plan]:
 
 
 def _layout(shapes: Shapes, layer: Layer, scheme: str) -> Layout:
-    matched = _SCHEME.fullmatch(scheme)
-    assert matched is not None
-    zero = ZeroKind.M16 if matched[3] else ZeroKind.Z8
     try:
-        return Layout(layer.k, layer.n, int(matched[1]), int(matched[2]), zero, shapes.columns)
-    except LayoutError as error:
-        raise PlanError(f"{layer.name} in {scheme}: {error}") from None
+        return layout_of(layer.k, layer.n, scheme, shapes.columns)
+    except PlanError as error:
+        raise PlanError(f"{layer.name} in {error}") from None
 
 
 def _listed(path: Path, document: dict[str, Any], key: str, kind: type) -> list[Any]:

@@ -1,6 +1,7 @@
 """Builds an xclbin for each configuration and an instruction stream for each shape: ``make xclbins``.
 
     python -m tilefuse.xclbins [--output build/xclbins] [--shapes FILE] [--only TEXT] [--jobs N]
+    python -m tilefuse.xclbins --shape MxKxN --scheme w4g128 [--columns 8] [--streams 1] [--output FOLDER]
     python -m tilefuse.xclbins --list
     python -m tilefuse.xclbins --emit-mlir [--output build/mlir]
 
@@ -26,7 +27,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tilefuse import kernels_build, manifest, shapes
+from tilefuse import arch, kernels_build, manifest, shapes
 from tilefuse.configurations import Configuration
 from tilefuse.errors import PlanError, TileFuseError, ToolchainError
 from tilefuse.files import sha256, write_atomically
@@ -312,6 +313,17 @@ def _mlir(plan: Plan) -> str:
         return text
 
 
+def build_one(plan: Plan, output: Path) -> list[XclbinBuildError]:
+    """Builds what runs one plan into a folder that exists; returns what failed.
+
+    Raises:
+        ToolchainError: A tool is missing or can't be run.
+    """
+    wanted = Wanted(plan, ((plan.m, plan.k, plan.n),), ("",))
+    builder = Builder(find_tools(), output, os.cpu_count() or 1, lambda line: None)
+    return builder.build({plan.configuration: [wanted]})
+
+
 def listing(chosen: dict[Configuration, list[Wanted]]) -> str:
     """What there is to build, with modelled times."""
     lines = []
@@ -334,13 +346,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help="where they go (build/xclbins, or build/mlir)")
     parser.add_argument("--shapes", type=Path, help="the file of shapes (designs/shapes.toml unless said)")
+    parser.add_argument("--shape", type=_shape, help="build for one product of M x K by K x N, as in 256x4096x4096")
+    parser.add_argument("--scheme", help="how its weights are stored: bits, group, m for minima, as in w4g128")
+    parser.add_argument("--columns", type=int, default=arch.COLUMNS, help="columns its weights are packed for")
+    parser.add_argument("--streams", type=int, default=1, help="weight streams of a column, for M = 1")
     parser.add_argument("--only", default="", help="build what has this in CONFIGURATION/STREAM")
     parser.add_argument("--jobs", type=kernels_build.jobs, default=os.cpu_count(), help="compilers at a time")
     parser.add_argument("--list", action="store_true", help="print what there is to build")
     parser.add_argument("--emit-mlir", action="store_true", help="write the MLIR of each configuration instead")
     options = parser.parse_args(arguments)
     try:
-        chosen = _chosen(shapes.wanted(shapes.read(options.shapes or shapes.default_file())), options.only)
+        chosen = _chosen(_wanted(parser, options), options.only)
         if options.list:
             print(listing(chosen))
             return 0
@@ -361,6 +377,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for failure in failures:
         print(f"tilefuse: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    sizes = text.lower().split("x")
+    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape: write MxKxN, as in 256x4096x4096")
+    m, k, n = map(int, sizes)
+    return m, k, n
+
+
+def _wanted(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[Configuration, list[Wanted]]:
+    if options.shape is None:
+        if options.scheme is not None:
+            parser.error("--scheme goes with --shape")
+        return shapes.wanted(shapes.read(options.shapes or shapes.default_file()))
+    if options.scheme is None or options.shapes is not None:
+        parser.error("--shape needs --scheme, and goes without --shapes")
+    m, k, n = options.shape
+    wanted = shapes.wanted_for(m, shapes.layout_of(k, n, options.scheme, options.columns), options.streams)
+    return {wanted.plan.configuration: [wanted]}
 
 
 def _chosen(wanted: dict[Configuration, list[Wanted]], only: str) -> dict[Configuration, list[Wanted]]:

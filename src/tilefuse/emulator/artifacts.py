@@ -10,7 +10,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,18 +21,10 @@ from tilefuse.layout import KT
 from tilefuse.manifest import Artifact, Built, Manifest, ManifestError, Provenance, Stream
 from tilefuse.plan import Plan
 from tilefuse.provenance import stream_sources, xclbin_sources
+from tilefuse.runtime.artifacts import Xclbin
 
 TOOLCHAIN = {"emulator": __version__}
 """What artifacts are made with, in the manifest."""
-
-
-class Xclbin(NamedTuple):
-    """An xclbin to load."""
-
-    path: Path
-    kernel: str
-    """Name of the kernel in it."""
-    sha256: str
 
 
 class EmulatedArtifacts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral
@@ -35,7 +35,7 @@ def gemm_outline(layout: Layout, m: int) -> Outline:
     Raises:
         PlanError: The array can't run it; the message says which limit.
     """
-    config, bands = _choose(layout, m, None, None)
+    config, bands = _choose(layout, m)
     row_blocks = -(-m // (BAND_ROWS * ROWS * bands))
     x_words, y_rows = _buffers(config, layout, bands, row_blocks)
     check_buffers(layout, m, x_words, y_rows)
@@ -49,7 +49,14 @@ def _buffers(config: Configuration, layout: Layout, bands: int, row_blocks: int)
     return config.x_l2_object // arch.WORD + row_blocks * ROWS * run, row_blocks * BAND_ROWS * ROWS * bands
 
 
-def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None = None) -> Plan:
+def gemm(
+    layout: Layout,
+    m: int,
+    *,
+    tiles: int | None = None,
+    bands: int | None = None,
+    configurations: Collection[Configuration] | None = None,
+) -> Plan:
     """The plan of y = x W for ``m`` rows of activations.
 
     Args:
@@ -57,15 +64,22 @@ def gemm(layout: Layout, m: int, *, tiles: int | None = None, bands: int | None 
         m: Rows of x, at least 1.
         tiles: Packed tiles side by side in a core, 1 or 2; chosen by the model when None.
         bands: Bands of 16 rows that a core computes at a time; chosen when None.
+        configurations: Those to choose among, say because they are on the array already; any when None.
 
     Raises:
         PlanError: The array can't run it, or not with these tiles; the message says which limit.
     """
-    config, chosen = _choose(layout, m, tiles, bands)
+    config, chosen = _choose(layout, m, tiles, bands, configurations)
     return _gemm(config, layout, m, chosen)
 
 
-def _choose(layout: Layout, m: int, tiles: int | None, bands: int | None) -> tuple[Configuration, int]:
+def _choose(
+    layout: Layout,
+    m: int,
+    tiles: int | None = None,
+    bands: int | None = None,
+    configurations: Collection[Configuration] | None = None,
+) -> tuple[Configuration, int]:
     """The configuration and the bands that the model finds cheapest."""
     _check_rows(m)
     if bands is not None and (not isinstance(bands, Integral) or bands < 1):
@@ -83,8 +97,13 @@ def _choose(layout: Layout, m: int, tiles: int | None, bands: int | None) -> tup
                 f"tiles = 2 with N = {layout.n}: a column has {layout.tiles_per_column} tile of outputs; take tiles = 1"
             )
         for config in _configurations(weights, layout.columns, count, most):
+            if configurations is not None and config not in configurations:
+                continue
             choices = range(config.max_bands, 0, -1) if bands is None else (bands,)
             candidates += [(config, choice) for choice in choices if _takes(config, layout, choice)]
+    if not candidates and configurations is not None:
+        names = ", ".join(config.name for config in configurations) or "none"
+        raise PlanError(f"M = {m}, K = {layout.k}, N = {layout.n} ({weights.tag}): no plan for configurations {names}")
     if not candidates:
         asked = f" with bands = {bands}" if bands is not None else ""
         raise PlanError(

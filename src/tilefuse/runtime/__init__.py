@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from tilefuse.arrays import FloatArray
@@ -43,8 +45,28 @@ class Device(Protocol):
         """Writes ``x W + bias`` to ``y``. Shapes and dtypes have been checked; x and y don't overlap."""
 
 
+def _npu() -> Device:
+    from tilefuse.runtime.npu import open_npu
+
+    return open_npu()
+
+
+def _emulator() -> Device:
+    from tilefuse.runtime.npu import open_emulator
+
+    return open_emulator()
+
+
 _AUTO = AutoDevice(CpuDevice(), lambda: resolve_device("npu"))
-_DEVICES: dict[str, Device] = {device.name: device for device in (CpuDevice(), ReferenceDevice(), _AUTO)}
+_MAKERS: dict[str, Callable[[], Device]] = {
+    "cpu": CpuDevice,
+    "reference": ReferenceDevice,
+    "npu": _npu,
+    "emulator": _emulator,
+    "auto": lambda: _AUTO,
+}
+_DEVICES: dict[str, Device] = {}
+_MAKING = threading.RLock()
 _default: str | None = None
 
 
@@ -55,7 +77,7 @@ def auto_device() -> AutoDevice:
 
 def device_names() -> list[str]:
     """Names that ``device=`` takes."""
-    return list(_DEVICES)
+    return list(_MAKERS)
 
 
 def default_device() -> str:
@@ -76,14 +98,22 @@ def set_default_device(name: str | None) -> None:
 
 
 def resolve_device(name: str | None) -> Device:
-    """The device of that name, or the default.
+    """The device of that name, or the default. Devices are made when they are first asked for.
 
     Raises:
-        DeviceError: There is no such device.
+        DeviceError: There is no such device, or this machine or installation has none; the message says what is
+            missing.
     """
     wanted = name if name is not None else default_device()
     device = _DEVICES.get(wanted) if isinstance(wanted, str) else None
-    if device is None:
-        source = "device" if name is not None else "TILEFUSE_DEVICE"
-        raise DeviceError(f"{source} is {wanted!r}: there are {', '.join(_DEVICES)}")
-    return device
+    return device if device is not None else _make_device(wanted, "device" if name is not None else "TILEFUSE_DEVICE")
+
+
+def _make_device(wanted: object, source: str) -> Device:
+    maker = _MAKERS.get(wanted) if isinstance(wanted, str) else None
+    if maker is None or not isinstance(wanted, str):
+        raise DeviceError(f"{source} is {wanted!r}: there are {', '.join(_MAKERS)}")
+    with _MAKING:
+        if wanted not in _DEVICES:
+            _DEVICES[wanted] = maker()
+        return _DEVICES[wanted]
