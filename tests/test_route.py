@@ -21,6 +21,7 @@ from layers import F32, Scheme, make_layer
 import tilefuse as tf
 from tilefuse import Layout, ZeroKind, arch, commands, errors, plan, runtime
 from tilefuse.arrays import FloatArray
+from tilefuse.manifest import ManifestError
 from tilefuse.packed import PackedLinear
 from tilefuse.runtime import rates as rates_module
 from tilefuse.runtime.cpu import CpuDevice
@@ -125,6 +126,23 @@ def test_crossovers_by_hand(rate: float, another_open: bool, expected: list[tupl
         if crossover.m <= 32:
             decision = decide(SQUARE, crossover.m, rates)
             assert (decision.if_another if another_open else decision.if_open) is (crossover.device == "npu")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_in_parts(bits: int) -> None:
+    """A row of 2^20 results is 2 MiB, so a buffer below 2 GiB holds 1023 of them, and half of that 7 blocks of 64."""
+    wide, rates = Layout(512, 1 << 20, bits, 128), flat(50e9, 500e9)
+    part = npu_estimate(wide, 448, rates)
+    assert part.dispatches == 1
+    found = npu_estimate(wide, 3 * 448, rates)
+    assert found.dispatches == 3
+    assert found.overhead == pytest.approx(3 * 60e-6)
+    assert found.work == pytest.approx(3 * part.work)
+    assert found.staging == pytest.approx(3 * part.staging)
+    assert npu_estimate(wide, 3 * 448 + 1, rates).dispatches == 4
+    for k, n in ((1024, 1 << 20), (32768, 64), (64, 64), (4096, 128256)):
+        for m in (5000, 65536):
+            assert npu_estimate(Layout(k, n, bits, 32), m, rates).work > 0
 
 
 def test_what_the_array_cannot_run() -> None:
@@ -296,8 +314,15 @@ class FakeNpu:
     """An NPU that counts, and fails as told."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = self.opened = 0
         self.error: Exception | None = None
+        self.open_error: Exception | None = None
+
+    def open(self) -> str:
+        self.opened += 1
+        if self.open_error is not None:
+            raise self.open_error
+        return "fake"
 
     def matmul(self, x: FloatArray, layer: PackedLinear, y: FloatArray) -> None:
         self.calls += 1
@@ -394,6 +419,10 @@ def test_without_an_npu(
     assert str(error) in record.getMessage()
 
 
+class NotBuilt(errors.NpuError, ManifestError):
+    """As the device raises where something was not built."""
+
+
 @pytest.mark.parametrize(
     ("error", "same", "other_rows", "other_layer"),
     [
@@ -403,6 +432,7 @@ def test_without_an_npu(
         (errors.NpuMemoryError("memlock"), False, False, True),
         (errors.PlanError("too large"), False, True, False),
         (errors.ToolchainError("no stream for this shape"), False, True, False),
+        (NotBuilt("no stream for this shape"), False, True, False),
         (errors.QuantizationError("x[0, 0] is NaN"), True, True, True),
     ],
 )
@@ -434,6 +464,15 @@ def test_falls_back(
     assert "'layer'" in message
 
 
+def test_opens_what_it_is_given(auto: Auto, layer: PackedLinear, caplog: pytest.LogCaptureFixture) -> None:
+    auto.npu.open_error = errors.NpuUnavailable("no driver")
+    with caplog.at_level(logging.DEBUG, "tilefuse"):
+        for _ in range(3):
+            product(layer)
+    assert (auto.npu.opened, auto.npu.calls, auto.cpu.calls) == (1, 0, 3)
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+
+
 def test_other_errors_are_not_hidden(auto: Auto, layer: PackedLinear) -> None:
     auto.npu.error = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError):
@@ -453,10 +492,11 @@ def test_goes_by_the_open_xclbin(monkeypatch: pytest.MonkeyPatch) -> None:
     router = Router(lambda: flat(bandwidth=50e9, operations=2 * 4096**2 / 0.9e-3, call=10e-6))
     data = tf._buffers.aligned_empty(SQUARE.nbytes)
     layer = PackedLinear("layer", SQUARE, data)
-    gemv, gemm = npu_estimate(SQUARE, 1, FAST_NPU).configuration, npu_estimate(SQUARE, 3, FAST_NPU).configuration
+    gemv, gemm = npu_estimate(SQUARE, 1, FAST_NPU).family, npu_estimate(SQUARE, 3, FAST_NPU).family
+    assert gemv != gemm == npu_estimate(SQUARE, 500, FAST_NPU).family
     first = router.on_npu(layer, 1)
     assert first is not None
-    assert first.configuration == gemv
+    assert first.family == gemv
     router.open = gemv
     assert router.on_npu(layer, 1) is not None
     assert router.on_npu(layer, 3) is None  # 2.71 ms against 3.11

@@ -128,6 +128,9 @@ REGISTER_WRITE = 66e-9
 DISPATCH = 60e-6
 """Seconds from the host's call to the first instruction and back (observed: 45 to 110)."""
 
+SWITCH = 2.7e-3
+"""Seconds to go from one xclbin's configuration to another's (observed: 2.67 ms)."""
+
 LOCK_CYCLES = 12
 """Core cycles to acquire or release an object: the lock instruction and the choice of the buffer (assumed)."""
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
 
 from tilefuse import arch, plan
-from tilefuse.configurations import BAND_ROWS
+from tilefuse.configurations import BAND_BYTES, BAND_ROWS, MOST_BANDS, Configuration
 from tilefuse.errors import PlanError
 from tilefuse.layout import KT, NT, ROWS, Layout
 from tilefuse.runtime.rates import Rates
-
-SWITCH = 2.7e-3
-"""Seconds that a run takes longer if the array has another xclbin's configuration (observed: 2.67 ms)."""
 
 BLOCK = BAND_ROWS * ROWS
 """Rows of activations that the array computes at a time, at least: between two multiples, its time is the same."""
@@ -39,6 +37,10 @@ class Estimate:
     """Loading the xclbin where another one is open."""
     configuration: str = ""
     """Name of the NPU's configuration."""
+    family: str = ""
+    """What the configurations that may stand in for it have in common: operation, weights, columns."""
+    dispatches: int = 1
+    """Parts that the NPU takes it in."""
 
     @property
     def total(self) -> float:
@@ -71,33 +73,70 @@ def cpu_estimate(layout: Layout, m: int, rates: Rates) -> Estimate:
 def npu_estimate(layout: Layout, m: int, rates: Rates, *, another_open: bool = False) -> Estimate:
     """Seconds on the NPU, modelled: dispatch, the plan's costs, and the host's staging of activations and results.
 
-    One row runs as a GEMV, more as a GEMM, as on the device.
+    One row runs as a GEMV, more as a GEMM, in parts where a buffer doesn't hold them all, as on the device.
 
     Args:
         layout: The packed layer.
         m: Rows of activations, at least 1.
         rates: The host's.
-        another_open: Whether the array has another xclbin's configuration, which adds `SWITCH`.
+        another_open: Whether the array has another xclbin's configuration, which adds `tilefuse.arch.SWITCH`.
 
     Raises:
         PlanError: The array can't run it; the message says which limit.
     """
-    work, bound, x_bytes, y_bytes, configuration = _array(layout, m if m == 1 else BLOCK * -(-m // BLOCK))
-    staging = x_bytes / rates.staging + y_bytes / rates.results
-    switch = SWITCH if another_open else 0.0
-    return Estimate("npu", work, bound, arch.DISPATCH, staging, switch, configuration)
+    rows = _rows_of_a_part(layout, m)
+    full, rest = divmod(m, rows)
+    whole = _array(layout, _padded(rows))
+    parts = [(whole, full)] if not rest else [(whole, full), (_array(layout, _padded(rest)), 1)]
+    return Estimate(
+        "npu",
+        work=sum(count * part.work for part, count in parts),
+        bound=whole.bound,
+        overhead=(full + bool(rest)) * arch.DISPATCH,
+        staging=sum(count * (part.x_bytes / rates.staging + part.y_bytes / rates.results) for part, count in parts),
+        switch=arch.SWITCH if another_open else 0.0,
+        configuration=whole.configuration.name,
+        family=f"{whole.configuration.op} {whole.configuration.weights.tag} {whole.configuration.columns}",
+        dispatches=full + bool(rest),
+    )
+
+
+def _padded(m: int) -> int:
+    return m if m == 1 else BLOCK * -(-m // BLOCK)
+
+
+def _rows_of_a_part(layout: Layout, m: int) -> int:
+    """As many rows as fit a buffer of activations and one of results, to some blocks."""
+    row_bytes = max(layout.k_tiles * BAND_BYTES // BAND_ROWS, 2 * layout.n_padded)
+    held = plan.MAX_BUFFER_BYTES // row_bytes
+    # Room for the rows that pad a row block, of which none has more; half of what is held is always room enough.
+    most = max(held - BLOCK * MOST_BANDS, held // 2)
+    return m if m <= most else most // BLOCK * BLOCK
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What the array does in one dispatch, modelled."""
+
+    configuration: Configuration
+    work: float
+    bound: str
+    x_bytes: int
+    y_bytes: int
 
 
 @lru_cache(maxsize=2048)
-def _array(layout: Layout, m: int) -> tuple[float, str, int, int, str]:
-    """(seconds, what bounds them, bytes of the activations and of the results, configuration), modelled."""
-    if m == 1:
-        made = plan.gemv(layout)
-        costs, config, x_words, y_rows = made.costs, made.configuration, made.x_words, made.y_rows
-    else:
-        outline = plan.gemm_outline(layout, m)
-        costs, config, x_words, y_rows = outline.costs, outline.configuration, outline.x_words, outline.y_rows
-    return costs.total, costs.bound, arch.WORD * x_words, 2 * y_rows * layout.n_padded, config.name
+def _array(layout: Layout, m: int) -> _Part:
+    y_row = 2 * layout.n_padded
+    if m > 1:
+        made = plan.gemm_outline(layout, m)
+        costs = made.costs
+        return _Part(made.configuration, costs.total, costs.bound, arch.WORD * made.x_words, made.y_rows * y_row)
+    one = plan.gemv(layout)
+    if one.costs.bound == "weight stream":
+        with contextlib.suppress(PlanError):
+            one = min(one, plan.gemv(layout, streams=2), key=lambda candidate: candidate.costs.total)
+    return _Part(one.configuration, one.costs.total, one.costs.bound, arch.WORD * one.x_words, y_row)
 
 
 # --- where the choice flips -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tilefuse import _core
+from tilefuse import _core, arch
 from tilefuse.arrays import FloatArray
 from tilefuse.errors import NpuError, NpuMemoryError, NpuUnavailable, PlanError, QuantizationError, TileFuseError
 from tilefuse.layout import Layout
@@ -36,10 +36,11 @@ class _Device(Protocol):
 class Decision(NamedTuple):
     """Whether the NPU is the faster device, by what the array holds when the call comes."""
 
-    configuration: str
-    """The xclbin that the call needs; empty where the NPU can't run it."""
+    family: str
+    """Operation, weights and columns of the xclbin that the call needs; empty where the NPU can't run it. The device
+    takes an open one of the family rather than change."""
     if_open: bool
-    """With that xclbin open, or none."""
+    """With such an xclbin open, or none."""
     if_another: bool
     """With another one open."""
 
@@ -57,14 +58,14 @@ def bucket(m: int) -> int:
 
 def decide(layout: Layout, m: int, rates: Rates) -> Decision:
     """Which device is the faster one for ``m`` rows."""
-    from tilefuse.runtime.estimates import SWITCH, cpu_estimate, npu_estimate
+    from tilefuse.runtime.estimates import cpu_estimate, npu_estimate
 
     try:
         npu = npu_estimate(layout, m, rates)
     except PlanError:
         return ON_CPU
     cpu = cpu_estimate(layout, m, rates).total
-    return Decision(npu.configuration, npu.total < cpu, npu.total + SWITCH < cpu)
+    return Decision(npu.family, npu.total < cpu, npu.total + arch.SWITCH < cpu)
 
 
 class Router:
@@ -81,7 +82,7 @@ class Router:
         self._rates: dict[tuple[str, int], Rates] = {}
         self._tables: dict[Layout, _Table] = {}
         self.open = ""
-        """The configuration that the array was last sent."""
+        """Family of the xclbin that the array was last sent."""
 
     def on_npu(self, layer: PackedLinear, m: int) -> Decision | None:
         """The decision for ``m`` rows, at least 1, if it is for the NPU; None for the CPU."""
@@ -97,7 +98,7 @@ class Router:
         except KeyError:
             decision = self._decide(held[1], layer.layout, rows)
         now = self.open
-        near = not now or now == decision.configuration
+        near = not now or now == decision.family
         return decision if (decision.if_open if near else decision.if_another) else None
 
     def give_up(self, layer: PackedLinear, m: int) -> None:
@@ -140,7 +141,7 @@ class AutoDevice:
 
     Args:
         cpu: Takes what the NPU does not.
-        open_npu: Gives the NPU, or raises.
+        open_npu: Gives the NPU, or raises; what it gives is opened, if it has a method for that.
         calibrate: See `Router`; that of `tilefuse.runtime.rates` when None.
     """
 
@@ -183,14 +184,17 @@ class AutoDevice:
             self._fall_back(error, router, layer, m)
             self._cpu.matmul(x, layer, y)
         else:
-            router.open = decision.configuration
+            router.open = decision.family
 
     def _look(self) -> None:
         with self._lock:
             if self._opened:
                 return
             try:
-                self._npu = self._open_npu()
+                npu = self._open_npu()
+                open_it = getattr(npu, "open", None)
+                if open_it is not None:
+                    open_it()
             except NpuUnavailable as error:
                 _log.info('tilefuse: device="auto" computes on the CPU: %s: %s', type(error).__name__, error)
             except Exception as error:
@@ -199,16 +203,19 @@ class AutoDevice:
             else:
                 from tilefuse.runtime.rates import calibrate
 
+                self._npu = npu
                 self._router = Router(self._calibrate or calibrate)
             self._opened = True
 
     def _fall_back(self, error: TileFuseError, router: Router, layer: PackedLinear, m: int) -> None:
+        from tilefuse.manifest import ManifestError
+
         if isinstance(error, QuantizationError):
             after = "this call runs on the CPU"  # a NaN or Inf in these activations; the next may have none
         elif isinstance(error, NpuMemoryError):
             router.give_up_layer(layer)
             after = "this layer runs on the CPU from now on"
-        elif isinstance(error, NpuError):
+        elif isinstance(error, NpuError) and not isinstance(error, ManifestError):
             self._npu = None
             after = "everything runs on the CPU from now on"
         else:
