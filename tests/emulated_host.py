@@ -10,8 +10,10 @@ from layers import Scheme, make_layer
 from tilefuse import host_buffers
 from tilefuse import plan as planning
 from tilefuse.emulator.artifacts import EmulatedArtifacts
+from tilefuse.emulator.xrt import EmulatedXrt
 from tilefuse.packed import PackedLinear
 from tilefuse.plan import Plan
+from tilefuse.testing import gemm_error
 
 Rng = np.random.Generator
 
@@ -73,3 +75,38 @@ def small_gemv(rng: Rng, k: int = 128, n: int = 64) -> tuple[Plan, PackedLinear]
 def vector(rng: Rng, k: int) -> Any:
     """Activations of one row."""
     return rng.normal(0, 1, k).astype(np.float32)
+
+
+class Problem:
+    """A GEMV on a context, ready to run."""
+
+    def __init__(self, pyxrt: EmulatedXrt, artifacts: EmulatedArtifacts, rng: Rng) -> None:
+        self.pyxrt = pyxrt
+        self.plan, self.layer = small_gemv(rng)
+        self.x = vector(rng, self.layer.k)
+        self.host = Host(pyxrt, artifacts, self.plan)
+        self.code, self.bx, self.bw, self.by = self.host.buffers(self.plan, self.layer, self.x)
+
+    def run(self) -> Any:
+        """A run, not started."""
+        return self.host.run([self.code, self.bx, self.bw, self.by])
+
+    def outcome(self, run: Any) -> Any:
+        """Starts and waits."""
+        run.start()
+        return run.wait()
+
+    def right(self) -> bool:
+        """Whether the device's side of y is what it should be; forgets it on the host's."""
+        self.by.sync(self.host.from_device)
+        y = self.host.results(self.plan, self.by)[0]
+        return bool(gemm_error(y, self.x, self.layer).ok)
+
+    def spoil(self) -> None:
+        """Clears y on both sides."""
+        self.by.write(bytes(self.by.size()), 0)
+        self.by.sync(self.host.to_device)
+
+    def close(self) -> None:
+        """Lets everything go."""
+        self.__dict__.clear()

@@ -20,10 +20,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tilefuse.emulator import xrt_api, xrt_enums
+from tilefuse.emulator.npu import enums, objects, runs
+from tilefuse.emulator.npu.binding import Bound
+from tilefuse.emulator.npu.faults import Call, Fault, Injection
+from tilefuse.emulator.npu.system import FaultReport, Live, System
 from tilefuse.emulator.timing import Report
-from tilefuse.emulator.xrt_faults import Call, Fault, Injection
-from tilefuse.emulator.xrt_hardware import FaultReport, Live, System
 
 __all__ = ["Call", "EmulatedXrt", "Fault", "FaultReport", "Injection", "Live"]
 
@@ -76,23 +77,23 @@ class EmulatedXrt:
             executes=executes,
             info=INFO | dict(info or {}),
         )
-        self.ert_cmd_state = xrt_enums.ert_cmd_state
-        self.xclBOSyncDirection = xrt_enums.xclBOSyncDirection
-        self.xrt_info_device = xrt_enums.xrt_info_device
-        self.uuid: Any = self._bind("uuid", xrt_api.Uuid)
-        kernels = self._bind("xclbinkernel", xrt_api.XclbinKernel)
-        self.xclbin: Any = self._bind("xclbin", xrt_api.Xclbin, _uuid=self.uuid, xclbinkernel=kernels)
-        self.device: Any = self._bind("device", xrt_api.Device, _uuid=self.uuid, _xclbin=self.xclbin)
+        self.ert_cmd_state = enums.ert_cmd_state
+        self.xclBOSyncDirection = enums.xclBOSyncDirection
+        self.xrt_info_device = enums.xrt_info_device
+        self.uuid: Any = self._bind("uuid", objects.Uuid)
+        kernels = self._bind("xclbinkernel", objects.XclbinKernel)
+        self.xclbin: Any = self._bind("xclbin", objects.Xclbin, _uuid=self.uuid, xclbinkernel=kernels)
+        self.device: Any = self._bind("device", objects.Device, _uuid=self.uuid, _xclbin=self.xclbin)
         self.hw_context: Any = self._bind(
-            "hw_context", xrt_api.HwContext, _device=self.device, _uuid=self.uuid, _xclbin=self.xclbin
+            "hw_context", objects.HwContext, _device=self.device, _uuid=self.uuid, _xclbin=self.xclbin
         )
-        self.kernel: Any = self._bind("kernel", xrt_api.Kernel, _hw_context=self.hw_context)
-        self.bo: Any = self._bind("bo", xrt_api.Bo, _device=self.device, _hw_context=self.hw_context)
-        self.run: Any = self._bind("run", xrt_api.Run, _kernel=self.kernel, _bo=self.bo)
-        self.runlist: Any = self._bind("runlist", xrt_api.Runlist, _hw_context=self.hw_context, _run=self.run)
+        self.kernel: Any = self._bind("kernel", objects.Kernel, _hw_context=self.hw_context)
+        self.bo: Any = self._bind("bo", objects.Bo, _device=self.device, _hw_context=self.hw_context)
+        self.run: Any = self._bind("run", runs.Run, _kernel=self.kernel, _bo=self.bo)
+        self.runlist: Any = self._bind("runlist", runs.Runlist, _hw_context=self.hw_context, _run=self.run)
         self.kernel._run = self.run
 
-    def _bind(self, name: str, base: type[xrt_api.Bound], **related: Any) -> Any:
+    def _bind(self, name: str, base: type[Bound], **related: Any) -> Any:
         return type(name, (base,), {"__slots__": (), "__module__": "pyxrt", "_system": self._system, **related})
 
     def enumerate_devices(self) -> int:
