@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -10,7 +11,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tilefuse.packed import PackedLinear
 from tilefuse.runtime import rates as rates_module
 from tilefuse.runtime.cpu import CpuDevice
 from tilefuse.runtime.estimates import Crossover, cpu_estimate, crossovers, npu_estimate
+from tilefuse.runtime.npu import NpuDevice
 from tilefuse.runtime.rates import Rates, calibrate, default_rates
 from tilefuse.runtime.route import AutoDevice, Decision, Router, bucket, decide
 
@@ -575,6 +577,59 @@ def test_import_looks_for_nothing() -> None:
         "assert not {'pyxrt', 'tilefuse.plan', 'tilefuse.runtime.rates'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+# --- over the emulated device -----------------------------------------------------------------------------------------
+
+
+def test_over_the_emulated_device(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """One row as a GEMV, two as a GEMM, within their bounds of the CPU; NaN on the CPU, and the device goes on."""
+    with emulated() as device:
+        monkeypatch.setitem(runtime._DEVICES, "auto", AutoDevice(CpuDevice(), lambda: device, lambda: FAST_NPU))
+        known = make_layer(rng, 512, 512, W4)
+        for m in (1, 2):
+            x = rng.standard_normal((m, 512)).astype(F32)
+            y, exact = tf.gemm(x, known.layer, device="auto"), tf.gemm(x, known.layer, device="reference")
+            # bfp16 has 8 bits of significand for the largest of 8 values, results are bfloat16.
+            assert (np.abs(y - exact) <= 2.0**-6 * (np.abs(x) @ np.abs(known.weights))).all()
+        x[1, 5] = np.nan
+        y = tf.gemm(x, known.layer, device="auto")
+        assert np.isnan(y[1]).all()
+        np.testing.assert_array_equal(y[0], tf.gemm(x, known.layer, device="cpu")[0])
+        tf.gemm(np.ones((2, 512), F32), known.layer, device="auto")
+        assert device.statistics().dispatches == 3
+
+
+@pytest.mark.parametrize("fault", ["TIMEOUT", "ABORT", "WEDGED", "BUSY", "NO_MEMORY", "LOCKED_MEMORY", "NO_DRIVER"])
+def test_faults_of_the_emulated_device(
+    fault: str, monkeypatch: pytest.MonkeyPatch, layer: PackedLinear, caplog: pytest.LogCaptureFixture
+) -> None:
+    with emulated(fault) as device:
+        monkeypatch.setitem(runtime._DEVICES, "auto", AutoDevice(CpuDevice(), lambda: device, lambda: FAST_NPU))
+        with caplog.at_level(logging.DEBUG, "tilefuse"):
+            for m in (2, 2, 3):
+                np.testing.assert_array_equal(product(layer, m), product(layer, m, "cpu"))
+        shown = [record for record in caplog.records if record.levelno >= logging.INFO]
+        assert len(shown) == 1
+        assert "Npu" in shown[0].getMessage()
+
+
+@contextlib.contextmanager
+def emulated(fault: str | None = None) -> Iterator[NpuDevice]:
+    """The NPU's device over an emulated XRT, on which every call of the fault's kind fails."""
+    pytest.importorskip("greenlet")
+    from tilefuse.emulator.artifacts import EmulatedArtifacts
+    from tilefuse.emulator.xrt import EmulatedXrt
+    from tilefuse.emulator.xrt_faults import Fault, Injection
+
+    faults = [] if fault is None else [Injection(Fault[fault], times=None)]
+    artifacts = EmulatedArtifacts()
+    device = NpuDevice(EmulatedXrt(faults), artifacts, "npu")
+    try:
+        yield device
+    finally:
+        device.close()
+        artifacts.close()
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -308,7 +308,7 @@ def _read(path: Path, of: dict[str, Any]) -> Rates | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        _log.debug("tilefuse: %s is ignored: %s", path, error)
+        _log.debug("%s is ignored: %s", path, error)
         return None
 
 
@@ -333,7 +333,7 @@ def _write(path: Path, of: dict[str, Any], rates: Rates) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (json.dumps(document, indent=1) + "\n").encode())
     except OSError as error:
-        _log.debug("tilefuse: the calibration is not kept: %s", error)
+        _log.debug("the calibration is not kept: %s", error)
 
 
 def _cpu_name() -> str:

@@ -196,10 +196,10 @@ class AutoDevice:
                 if open_it is not None:
                     open_it()
             except NpuUnavailable as error:
-                _log.info('tilefuse: device="auto" computes on the CPU: %s: %s', type(error).__name__, error)
+                _log.info('device="auto" computes on the CPU: %s: %s', type(error).__name__, error)
             except Exception as error:
                 # Whatever is wrong with a driver, its module or its files: there is a CPU.
-                _log.warning('tilefuse: device="auto" computes on the CPU: %s: %s', type(error).__name__, error)
+                _log.warning('device="auto" computes on the CPU: %s: %s', type(error).__name__, error)
             else:
                 from tilefuse.runtime.rates import calibrate
 
@@ -226,4 +226,4 @@ class AutoDevice:
             self._logged.add(type(error))
         level = logging.WARNING if first else logging.DEBUG
         name = type(error).__name__
-        _log.log(level, "tilefuse: the NPU failed at layer %r: %s: %s; %s", layer.name, name, error, after)
+        _log.log(level, "the NPU failed at layer %r: %s: %s; %s", layer.name, name, error, after)
