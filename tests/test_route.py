@@ -619,8 +619,7 @@ def emulated(fault: str | None = None) -> Iterator[NpuDevice]:
     """The NPU's device over an emulated XRT, on which every call of the fault's kind fails."""
     pytest.importorskip("greenlet")
     from tilefuse.emulator.artifacts import EmulatedArtifacts
-    from tilefuse.emulator.xrt import EmulatedXrt
-    from tilefuse.emulator.xrt_faults import Fault, Injection
+    from tilefuse.emulator.xrt import EmulatedXrt, Fault, Injection
 
     faults = [] if fault is None else [Injection(Fault[fault], times=None)]
     artifacts = EmulatedArtifacts()
