@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tilefuse import manifest, plan, shapes
 from tilefuse.configurations import Op, Weights
-from tilefuse.errors import NpuError, PlanError, TileFuseError, ToolchainError
+from tilefuse.errors import DeviceError, PlanError, TileFuseError, ToolchainError
 from tilefuse.files import sha256_of
 from tilefuse.layout import KT, Layout
 from tilefuse.manifest import AGAIN, Built, Manifest, ManifestError, Stream
@@ -67,7 +67,7 @@ class Artifacts(Protocol):
         return candidates[0]
 
 
-class ArtifactsError(NpuError, ManifestError):
+class ArtifactsError(ManifestError, DeviceError):
     """What was built for the array is missing, or doesn't fit this tilefuse or this problem."""
 
 

@@ -23,7 +23,7 @@ from tilefuse.runtime.buffers import Dropped, Pool, WeightStore
 from tilefuse.runtime.chaining import can_chain
 from tilefuse.runtime.contexts import Context, Contexts, Instructions
 from tilefuse.runtime.jobs import Planner, Step
-from tilefuse.runtime.xrt import RESET, Buffer, PyXrt, Words, Xrt, load_pyxrt
+from tilefuse.runtime.xrt import RESET, Buffer, PyXrt, Words, Xrt, causes, load_module
 
 TIMEOUT_MS = 10_000
 """Milliseconds that a run may take unless TILEFUSE_NPU_TIMEOUT_MS says: longer than the driver's watchdog, which ends a
@@ -31,6 +31,9 @@ run after 2 s and is the first to know (it has been seen to take 6)."""
 
 MOST_CHAINED = 16
 """Runs in a list."""
+
+MARK = np.frombuffer(bytes.fromhex("a5ff5aff") * 16, np.uint8)
+"""Bytes that stand for "no results yet": NaNs with bits that no kernel makes."""
 
 _Words = dict[str, Words]
 
@@ -102,6 +105,13 @@ class _Session:
         if gone and not self.contexts.forget(set(gone)):
             for buffer in gone:
                 self.dropped.add(buffer)
+
+    def ran(self, context: Context, count: int) -> None:
+        """Notes runs that went well, several as a list."""
+        self.contexts.ran(context)
+        with self.counting:
+            self.dispatches += count
+            self.lists += count > 1
 
     def close(self) -> None:
         """Gives everything back: runs, buffers, kernels, contexts, the device, in this order."""
@@ -285,7 +295,12 @@ class NpuDevice:
                 session.contexts.leave(context)
                 context = session.contexts.lease(first)
             for item in staged:
-                _write(item)
+                if not _write(item):
+                    error = NpuError(
+                        f"{item.step.title}: the run completed, and wrote no results; {causes('NOTHING WRITTEN')}"
+                    )
+                    raise self._failed(session, context, staged, error)
+            session.ran(context, len(staged))
         finally:
             for item in staged:
                 if item.buffers is not None:
@@ -313,6 +328,7 @@ class NpuDevice:
             host_buffers.fill(step.plan, view, layer.perm, activations.array[: step.x_bytes].view(np.int32))
             activations.to_device(step.x_bytes)
             results = session.pool.take(step.y_bytes, y_group, "results")
+            _mark(results, step.y_bytes)
         except BaseException:
             session.pool.give(activations)
             raise
@@ -335,10 +351,6 @@ class NpuDevice:
                 raise
             except NpuError as error:
                 raise self._failed(session, context, staged, error) from error
-        session.contexts.ran(context)
-        with session.counting:
-            session.dispatches += len(staged)
-            session.lists += len(staged) > 1
         return True
 
     def _run_one(self, session: _Session, context: Context, item: _Staged, stream: Instructions) -> None:
@@ -357,7 +369,8 @@ class NpuDevice:
             slot = context.new_slot(stream)  # a run in a list can't be started alone any more
             slot.bind(item.buffers)
             runs.append(slot.run)
-        session.xrt.run_all(context.xrt_context, runs, [item.step.title for item in staged])
+        titles = [item.step.title for item in staged]
+        session.xrt.run_all(context.xrt_context, runs, session.timeout, titles)
 
     def _failed(self, session: _Session, context: Context, staged: Sequence[_Staged], error: NpuError) -> NpuError:
         """What to raise for a failed run. The context is left, and with it the buffers that may still be written to."""
@@ -385,11 +398,19 @@ def _some_rows(x: FloatArray, first: int, count: int) -> FloatArray:
     return FloatArray(rows, x.kind, rows.ctypes.data, x.row_stride)
 
 
-def _write(item: _Staged) -> None:
-    """Results to where the caller wants them."""
+def _mark(results: Buffer, nbytes: int) -> None:
+    """Writes what no run leaves there to the end of the results: a run that is dropped without a word shows by it."""
+    results.array[nbytes - MARK.size : nbytes] = MARK
+    results.to_device(MARK.size, nbytes - MARK.size)
+
+
+def _write(item: _Staged) -> bool:
+    """Results to where the caller wants them; False if there are none."""
     step, (_, layer, y), buffers = item.step, item.call, item.buffers
     assert buffers is not None
     buffers[2].from_device(step.y_bytes)
+    if np.array_equal(buffers[2].array[step.y_bytes - MARK.size : step.y_bytes], MARK):
+        return False
     target = y.numpy()
     if target.ndim == 1:
         target = target.reshape(1, -1)
@@ -400,6 +421,7 @@ def _write(item: _Staged) -> None:
     if step.plan.m < target.shape[0]:
         target = target[step.row : step.row + step.plan.m]
     host_buffers.write_results(step.plan, buffers[2].array[: step.y_bytes].view(np.int32), bias, target)
+    return True
 
 
 def _abandon(session: _Session) -> None:
@@ -424,7 +446,7 @@ def open_npu() -> NpuDevice:
     Raises:
         NpuUnavailable: pyxrt is not installed for this Python.
     """
-    return NpuDevice(load_pyxrt(), FolderArtifacts(), "npu")
+    return NpuDevice(load_module(), FolderArtifacts(), "npu")
 
 
 def open_emulator() -> NpuDevice:

@@ -8,14 +8,17 @@ binds the same: the emulated one runs the same code. What has to be known of it:
   timeout can't be called: pyxrt does not convert durations.
 - The memory that ``bo.map`` gives goes with the bo, whoever still looks at it.
 - More buffers than the xclbin declares crash the process.
-- Waiting keeps the interpreter's lock: other Python threads stand still until the run ends.
+- Waiting keeps the interpreter's lock: other Python threads stand still until the run ends. tilefuse's own binding of
+  the same names (tilefuse._xrt), where it was built, lets them run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,7 +73,7 @@ class RunListObject(Protocol):
 
     def add(self, run: RunObject, /) -> None: ...
     def execute(self) -> None: ...
-    def wait(self) -> None: ...
+    def wait(self, timeout: timedelta = ..., /) -> Any: ...
 
 
 class KernelObject(Protocol):
@@ -137,11 +140,15 @@ _CAUSES = {
     "ABORT": (_FIRMWARE, _OTHER_DEVICE, _DEADLOCK, _WEDGED),
     "ERROR": (_OTHER_DEVICE, _FIRMWARE, _WEDGED, _DEADLOCK),
     "START": (_WEDGED, _FIRMWARE, _OTHER_DEVICE),
+    "NOTHING WRITTEN": (_OTHER_DEVICE, _FIRMWARE, _WEDGED),
 }
 
 
 def causes(state: str) -> str:
-    """The likely causes of a run that ended in ``state`` ("START": that didn't begin), most likely first."""
+    """The likely causes of a run that ended in ``state``, most likely first.
+
+    "START" is one that didn't begin, and "NOTHING WRITTEN" one that completed without results.
+    """
     return _listed(*_CAUSES.get(state, _CAUSES["ERROR"]))
 
 
@@ -169,10 +176,10 @@ class Buffer:
         self._to = module.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE
         self._from = module.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE
 
-    def to_device(self, nbytes: int) -> None:
-        """Shows the device the first ``nbytes`` as the host wrote them."""
+    def to_device(self, nbytes: int, offset: int = 0) -> None:
+        """Shows the device ``nbytes`` from ``offset`` on as the host wrote them."""
         try:
-            self._sync(self._to, nbytes, 0)
+            self._sync(self._to, nbytes, offset)
         except RuntimeError as error:
             raise NpuError(f"the driver can't hand {nbytes} bytes to the device ({error}): {_WEDGED}") from error
 
@@ -264,6 +271,7 @@ class Xrt:
             )
         states = module.ert_cmd_state
         self._completed = states.ERT_CMD_STATE_COMPLETED
+        self._new = states.ERT_CMD_STATE_NEW
 
     def _info(self, key: str) -> str:
         try:
@@ -325,10 +333,8 @@ class Xrt:
         if state != self._completed:
             raise self._failure(state, time.monotonic() - began, what)
 
-    def run_all(self, context: Context, runs: Sequence[RunObject], titles: Sequence[str]) -> None:
+    def run_all(self, context: Context, runs: Sequence[RunObject], timeout_ms: int, titles: Sequence[str]) -> None:
         """Runs all, one after another, as one command.
-
-        How long that may take is up to the driver's watchdog: pyxrt's wait for a list takes no time.
 
         Raises:
             NpuTimeout, NpuError: One did not complete; those after it did not run.
@@ -338,19 +344,27 @@ class Xrt:
             batch.add(run)
         began = time.monotonic()
         try:
-            batch.execute()
-            batch.wait()
+            try:
+                batch.execute()
+            except RuntimeError:
+                # What was submitted before has to be waited for all the same.
+                with contextlib.suppress(RuntimeError):
+                    batch.wait()
+                raise
+            in_time = _wait_for(batch, timeout_ms)
         except RuntimeError as error:
-            seconds = time.monotonic() - began
+            seconds, where = time.monotonic() - began, f" in a list of {len(runs)} ({error})"
+            # The driver tells of the list alone; XRT marks the run that failed, and those after it as aborted.
             for run, title in zip(runs, titles, strict=True):
                 state = run.state()
-                if state != self._completed:
-                    raise self._failure(state, seconds, title, f" in a list of {len(runs)} ({error})") from error
-            raise NpuError(f"{titles[0]}: a list of {len(runs)} runs failed ({error}); {causes('ERROR')}") from error
-        for run, title in zip(runs, titles, strict=True):
-            state = run.state()
-            if state != self._completed:
-                raise self._failure(state, time.monotonic() - began, title, f" in a list of {len(runs)}")
+                if state not in (self._completed, self._new):
+                    raise self._failure(state, seconds, title, where) from error
+            raise NpuError(f"{titles[0]}: the runs{where} failed; {causes('ERROR')}") from error
+        if not in_time:
+            where = f" in a list of {len(runs)}"
+            raise NpuTimeout(
+                f"{titles[0]}: the runs{where} have not ended after {timeout_ms / 1000:g} s; {causes('TIMEOUT')}"
+            )
 
     def _failure(self, state: Any, seconds: float, what: str, where: str = "") -> NpuError:
         name = str(getattr(state, "name", state)).rpartition("ERT_CMD_STATE_")[2]
@@ -360,6 +374,16 @@ class Xrt:
     def close(self) -> None:
         """Lets the device go."""
         self.device = None  # type: ignore[assignment]
+
+
+def _wait_for(batch: RunListObject, timeout_ms: int) -> bool:
+    """Waits for a list; False if it is not done in time, which only our own module can tell."""
+    try:
+        return batch.wait(timedelta(milliseconds=timeout_ms)) is not False
+    except TypeError:
+        # pyxrt knows neither durations nor the type of the answer: it is the driver's watchdog that ends a list.
+        batch.wait()
+        return True
 
 
 def _open(module: PyXrt, index: int) -> DeviceObject:
@@ -375,17 +399,20 @@ def _open(module: PyXrt, index: int) -> DeviceObject:
     raise AssertionError
 
 
-def load_pyxrt() -> PyXrt:
-    """XRT's own module.
+def load_module() -> PyXrt:
+    """tilefuse's own binding of XRT if it was built, whose waits let other threads run; else XRT's pyxrt.
 
     Raises:
-        NpuUnavailable: It is not installed for this Python.
+        NpuUnavailable: pyxrt is not installed for this Python either.
     """
-    try:
-        found: PyXrt = importlib.import_module("pyxrt")
-    except (ImportError, OSError) as error:
-        raise NpuUnavailable(
-            f'device="npu" needs pyxrt, the Python module of XRT, built for this Python, and it can\'t be imported '
-            f'({error}): {DOCTOR}; device="emulator" and device="cpu" compute the same without it'
-        ) from error
-    return found
+    for name in ("tilefuse._xrt", "pyxrt"):
+        try:
+            found: PyXrt = importlib.import_module(name)
+            return found
+        except (ImportError, OSError) as error:
+            if name == "pyxrt":
+                raise NpuUnavailable(
+                    'device="npu" needs pyxrt, the Python module of XRT, built for this Python, and it can\'t be '
+                    f'imported ({error}): {DOCTOR}; device="emulator" and device="cpu" compute the same without it'
+                ) from error
+    raise AssertionError
