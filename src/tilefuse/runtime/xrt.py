@@ -405,14 +405,15 @@ def load_module() -> PyXrt:
     Raises:
         NpuUnavailable: pyxrt is not installed for this Python either.
     """
-    for name in ("tilefuse._xrt", "pyxrt"):
-        try:
-            found: PyXrt = importlib.import_module(name)
-            return found
-        except (ImportError, OSError) as error:
-            if name == "pyxrt":
-                raise NpuUnavailable(
-                    'device="npu" needs pyxrt, the Python module of XRT, built for this Python, and it can\'t be '
-                    f'imported ({error}): {DOCTOR}; device="emulator" and device="cpu" compute the same without it'
-                ) from error
-    raise AssertionError
+    with contextlib.suppress(ImportError, OSError):
+        own: PyXrt = importlib.import_module("tilefuse._xrt")
+        if hasattr(own, "device"):  # not the folder of its sources
+            return own
+    try:
+        found: PyXrt = importlib.import_module("pyxrt")
+    except (ImportError, OSError) as error:
+        raise NpuUnavailable(
+            'device="npu" needs pyxrt, the Python module of XRT, built for this Python, and it can\'t be imported '
+            f'({error}): {DOCTOR}; device="emulator" and device="cpu" compute the same without it'
+        ) from error
+    return found

@@ -1,0 +1,28 @@
+"""The suite for devices on the array, on the emulated one."""
+
+from __future__ import annotations
+
+import pytest
+from npu_suite import (  # noqa: F401
+    test_a_gemv_on_few_columns,
+    test_activations_that_are_not_finite,
+    test_columns,
+    test_gemm_of_every_scheme,
+    test_gemv_of_every_scheme,
+    test_many,
+    test_more_axes,
+    test_no_rows,
+    test_several_row_blocks,
+    test_strides,
+    test_the_largest_k_and_n,
+    test_the_same_call_gives_the_same_bits,
+    test_the_smallest_gemm,
+    test_the_smallest_gemv,
+    test_types,
+)
+
+
+@pytest.fixture
+def device() -> str:
+    """The device's name."""
+    return "emulator"
