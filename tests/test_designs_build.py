@@ -515,6 +515,17 @@ def test_a_manifest_is_refused_by_name(tools: FakeTools) -> None:
         entry = json.loads(json.dumps(whole["built"]))
         entry[GEMV]["xclbin"][name] = bad
         refuses("is damaged", built=entry)
+    for name, bad in (("file", ""), ("file", "."), ("file", "a\0b")):
+        entry = json.loads(json.dumps(whole["built"]))
+        entry[GEMM]["streams"]["64x512x512_1b"]["artifact"][name] = bad
+        refuses("is no path in the folder", built=entry)
+    for name in ("tile_bytes", "bits", "groups"):
+        entry = json.loads(json.dumps(whole["built"]))
+        entry[GEMM]["configuration"]["weights"][name] = "4"
+        refuses("'4' is no integer", built=entry)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ManifestError, match="is damaged"):
+        manifest.read(tools.output)
     path.write_text(json.dumps(whole)[:-40])
     with pytest.raises(ManifestError, match="is damaged"):
         manifest.read(tools.output)
@@ -615,6 +626,17 @@ def test_each_design_is_a_command(op: Op) -> None:
     done = subprocess.run([sys.executable, "-m", f"tilefuse.designs.{op}", *problem], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{op} of 1 x 1 by 1 x 1,")
+
+
+@pytest.mark.parametrize("command", [["tilefuse.designs.gemm", "64", "512", "512"], ["tilefuse.xclbins", "--list"]])
+def test_a_reader_that_has_seen_enough(command: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run([sys.executable, "-m", *command], stdout=writing, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_without_mlir_aie_one_sentence_names_the_command(

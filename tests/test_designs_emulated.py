@@ -15,7 +15,8 @@ from tilefuse import host_buffers
 from tilefuse import plan as planning
 from tilefuse.emulator import iron
 from tilefuse.emulator.session import Session, program
-from tilefuse.errors import ArrayLimitError, DataflowError, DeviceError, DtypeError, ShapeError
+from tilefuse.errors import ArrayLimitError, DataflowError, DeviceError, DtypeError, LayoutError, ShapeError
+from tilefuse.layout import Layout
 from tilefuse.packed import PackedLinear
 from tilefuse.plan import PlainLayout, Plan
 from tilefuse.testing import gemm_error
@@ -175,6 +176,43 @@ def test_what_a_run_is_given_is_checked(rng: Rng) -> None:
     baseline = planning.gemv_baseline(PlainLayout(128, 64))
     with pytest.raises(DtypeError, match="W is float32: pass a bfloat16 array"):
         Session(baseline).run(baseline, np.zeros(128, np.float32), np.zeros((128, 64), np.float32))
+
+
+def test_the_hosts_buffers_are_checked(rng: Rng) -> None:
+    layout = Layout(200, 100, 4, 64)
+    for plan in (planning.gemm(layout, 1), planning.gemv(layout), planning.gemv(layout, streams=2)):
+        x = activations(rng, 1, 200)
+        for perm, error, message in (
+            (np.arange(5, dtype=np.int32), ShapeError, r"perm has shape \[5\]; x has 200 channels"),
+            (np.arange(200), DtypeError, "perm is int64"),
+            (-np.arange(200, dtype=np.int32), LayoutError, "perm has values from -199 to 0"),
+            (np.arange(1, 201, dtype=np.int32), LayoutError, "perm has values from 1 to 200"),
+        ):
+            with pytest.raises(error, match=message):
+                host_buffers.stage(plan, x, perm)
+        with pytest.raises(DtypeError, match="out is list; pass a NumPy array of int32"):
+            host_buffers.stage(plan, x, out=[0])  # type: ignore[arg-type]
+        with pytest.raises(ShapeError, match=r"out has shape \[3\]; the plan takes"):
+            host_buffers.stage(plan, x, out=np.zeros(3, np.int32))
+        read_only = np.zeros(plan.x_words, np.int32)
+        read_only.setflags(write=False)
+        with pytest.raises(LayoutError, match="out is read-only"):
+            host_buffers.stage(plan, x, out=read_only)
+        with pytest.raises(ShapeError, match=r"y has shape \[3\]"):
+            host_buffers.results(plan, np.zeros(3, np.int32))
+        with pytest.raises(DtypeError, match="y is float32"):
+            host_buffers.results(plan, np.zeros(plan.y_words, np.float32))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", ["gemm", "gemv"])
+def test_the_same_run_takes_the_same_time(rng: Rng, op: str) -> None:
+    known = make_layer(rng, 513, 210, Scheme(4, 96), columns=7)
+    plan = planning.gemv(known.layer.layout) if op == "gemv" else planning.gemm(known.layer.layout, 63, bands=2)
+    x = activations(rng, plan.m, 513)
+    session = Session(plan)
+    reports = [session.run(plan, x, known.layer)[1], session.time(plan), session.run(plan, x, known.layer)[1]]
+    reports += [Session(plan).run(plan, x, known.layer)[1], session.time(plan)]
+    assert len({report.cycles for report in reports}) == 1
 
 
 # --- baselines -------------------------------------------------------------------------------------------------------

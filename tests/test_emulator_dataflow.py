@@ -38,7 +38,7 @@ from tilefuse.emulator.iron import (
     WorkerRuntimeBarrier,
     range_,
 )
-from tilefuse.errors import DataflowError, DeviceError, ShapeError
+from tilefuse.errors import DataflowError, DeviceError, DtypeError, ShapeError
 
 
 def test_copy_through_a_memory_tile_to_smaller_objects() -> None:
@@ -455,8 +455,13 @@ def test_host_arrays_are_checked() -> None:
         configuration.run(program, np.zeros(2048, np.int32)[::2], c)
     with pytest.raises(ShapeError, match=r"timing_only=True"):
         configuration.run(program, a, None)
+    with pytest.raises(DtypeError, match=r"host buffer 0 is a list; pass a NumPy array"):
+        configuration.run(program, [0] * 1024, c)  # type: ignore[arg-type]
     configuration.run(program, a.view(np.uint8), c.view(np.float32))
     assert np.array_equal(c, a)
+    c.setflags(write=False)
+    with pytest.raises(DataflowError, match=r"drain 0 of fifo 'c': host buffer 1 is read-only"):
+        configuration.run(program, a, c)
 
 
 def test_a_configuration_stays_on_its_thread() -> None:

@@ -327,6 +327,59 @@ def test_an_object_read_before_its_producer_wrote_it() -> None:
     fails(DataflowError, "reading an object of fifo 'c' before anything wrote it", core=indexing)
 
 
+def test_an_object_that_nobody_filled() -> None:
+    """A worker that forgets its kernel: whoever takes the object next says so, the host or another core."""
+
+    def core(x: Any, y: Any, kernel: Any) -> None:
+        for end in (x, y):
+            end.acquire(1)
+            end.release(1)
+
+    fails(DataflowError, r"drain 0 of fifo 'c' takes bytes that nothing wrote: a worker released an object", core=core)
+    run(copy_design(core=core), None, None, timing_only=True)  # the times are what they are
+
+    def forgetful(to: Any) -> None:
+        to.acquire(1)
+        to.release(1)
+
+    def passing(source: Any, to: Any, kernel: Any) -> None:
+        kernel(source.acquire(1), to.acquire(1))
+        source.release(1)
+        to.release(1)
+
+    for via_dma in (False, True):
+        between, out = ObjectFifo(words(64), name="between", via_DMA=via_dma), ObjectFifo(words(64), name="out")
+        workers = [
+            Worker(forgetful, [between.prod()], tile=Tile(0, CORE)),
+            Worker(passing, [between.cons(), out.prod(), copy_kernel(64)], tile=Tile(0, CORE + 1)),
+        ]
+        runtime = Runtime(lambda c, end: end.drain(c, wait=True) and None, [words(64), out.cons(tile=Tile(0, SHIM))])
+        with pytest.raises(
+            DataflowError, match=r"copy reads an object of fifo 'between' \(argument 0\) before anything"
+        ):
+            run(Program(iron.device(1), runtime, workers), np.zeros(64, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("write", "error", "message"),
+    [
+        (lambda x, y: y.__setitem__(64, 0), DataflowError, r"fifo 'c'\[64\]: it is int32\[64\]"),
+        (lambda x, y: y.__setitem__(-1, 0), DataflowError, r"fifo 'c'\[-1\]: it is int32\[64\]"),
+        (lambda x, y: y.__setitem__(x[0] - 1, 0), DataflowError, r"fifo 'c'\[-1\]"),
+        (lambda x, y: y.__setitem__(0, x[99]), DataflowError, r"fifo 'a_core'\[99\]"),
+        (lambda x, y: y.__setitem__(slice(None), 0), DeviceError, "a core reads and writes scalars; give 1 indices"),
+        (lambda x, y: y.__setitem__((0, 0), 0), DeviceError, "a core reads and writes scalars"),
+        (lambda x, y: y.__setitem__("a", 0), DtypeError, "an index of an object of fifo 'c' is a str"),
+        (lambda x, y: y.__setitem__(0, 1.5), DtypeError, "written to an object of fifo 'c', of int32, is a float"),
+        (lambda x, y: y.__setitem__(0, x[1] << 31), DataflowError, "writing 2147483648 to .*: int32 does not hold it"),
+        (lambda x, y: y.__setitem__(0, 5 // x[0]), DataflowError, "a core computes with 5 and 0"),
+        (lambda x, y: y.__setitem__(0, 5 << (x[0] - 1)), DataflowError, "a core computes with 5 and -1"),
+    ],
+)
+def test_scalars_that_a_core_reads_and_writes(write: Any, error: type[Exception], message: str) -> None:
+    fails(error, message, core=lambda x, y, kernel: write(x.acquire(1), y.acquire(1)))
+
+
 def test_memory_is_poisoned() -> None:
     """What nobody wrote, and what was given back, is NaN in every float format."""
     seen = []

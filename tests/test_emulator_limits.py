@@ -441,6 +441,38 @@ def test_shim_descriptors_that_pass(sizes: list[int], strides: list[int]) -> Non
         fill_once(sizes, strides)()
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"sizes": [1, 1, 1, 64], "strides": [1]}, ArrayLimitError, "as many sizes as strides"),
+        ({"sizes": [1, 1, 1, 64]}, ValueError, "fill 0 of fifo 'a': pass sizes and strides together"),
+        ({"strides": [0, 0, 0, 1]}, ValueError, "pass sizes and strides together"),
+        ({"sizes": [1, 1, 1, 64.5], "strides": [0, 0, 0, 1]}, DtypeError, "a size is a float, not an integer"),
+        ({"sizes": [64], "strides": [1], "offset": 0.5}, DtypeError, "the offset is a float"),
+        ({"tap": [64]}, DtypeError, "tap is a list; pass a TensorAccessPattern"),
+    ],
+)
+def test_patterns_are_of_integers(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run(
+            copy_design(sequence=lambda a, b, into, out: into.fill(a, **options) and None), None, None, timing_only=True
+        )
+
+
+@pytest.mark.parametrize("stack_size", [0, -5000, 1024.0])
+def test_a_stack_is_a_number_of_bytes(stack_size: Any) -> None:
+    with pytest.raises(ArrayLimitError, match="stack_size = "):
+        copy_design(stack_size=stack_size)
+
+
+@pytest.mark.parametrize("depth", [1.5, "2"])
+def test_depths_are_integers(depth: Any) -> None:
+    with pytest.raises(DtypeError, match="depth"):
+        ObjectFifo(words(4), depth=depth)
+    with pytest.raises(DtypeError, match="depth"):
+        ObjectFifo(words(4)).cons(depth=depth)
+
+
 def test_patterns_stay_inside_their_buffer() -> None:
     with pytest.raises(DataflowError, match=r"it reaches element 1024 of a buffer of 1024"):
         fill_once([1, 1, 1, 1024], [0, 0, 0, 1], offset=1, total=1024)()

@@ -178,6 +178,26 @@ def test_runs_do_not_add_up() -> None:
     assert reports[2].cores[0].calls == reports[0].cores[0].calls
 
 
+def test_the_same_run_takes_the_same_time() -> None:
+    """To the last bit, wherever in a configuration's life it comes: sums of times begin anew."""
+    total = 1 << 14
+
+    def sequence(a: Any, c: Any, into: Any, out: Any) -> None:
+        for _ in range(3):
+            group = TaskGroup()
+            into.fill(a, group=group)
+            out.drain(c, wait=True, group=group)
+            group.finish()
+
+    program = copy_design(total, sequence=sequence)
+    configuration = iron.load(program, KERNELS)
+    arrays = count(total), np.zeros(total, np.int32)
+    reports = [configuration.run(program, *arrays) for _ in range(4)] + [run(program, *arrays)]
+    reports.append(configuration.run(program, None, None, timing_only=True))
+    assert len({report.cycles for report in reports}) == 1
+    assert len({str(report.cores) for report in reports}) == 1
+
+
 def three_drains(a: Any, c: Any, into: Any, out: Any) -> None:
     group = TaskGroup()
     into.fill(a, group=group)

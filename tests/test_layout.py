@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,12 +97,18 @@ def test_offsets_are_the_same_in_cpp(k: int, n: int, bits: int, group: int, zero
         ({"columns": 0}, "columns = 0"),
         ({"columns": 9}, "columns = 9"),
         ({"group": 0}, "group = 0"),
+        ({"zero": "z9"}, "zero = 'z9': pass a ZeroKind, z8 or m16"),
         ({"group": 48}, "largest common group with a tile of 128 is 16"),
     ],
 )
-def test_limits(changes: dict[str, int], message: str) -> None:
+def test_limits(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         Layout(**{"k": 256, "n": 64, "bits": 4, "group": 64} | changes)
     lay = Layout(k=256, n=64, bits=4, group=64)
+    # Numbers of NumPy and names of kinds are what they mean.
+    large = {"k": 32000, "n": 32000, "bits": 4, "group": 64}
+    given: dict[str, Any] = {name: np.int16(value) for name, value in large.items()} | {"zero": "m16"}
+    assert Layout(**given) == Layout(**large, zero=ZeroKind.M16)
+    assert Layout(**given).nbytes == Layout(**large, zero=ZeroKind.M16).nbytes
     with pytest.raises(LayoutError, match="outside"):
         lay.tile_offset(lay.n_tiles, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from oracle_plan import (
     words_of,
 )
 
-from tilefuse import arch, plan
+from tilefuse import arch, manifest, plan
 from tilefuse.configurations import Op
 from tilefuse.descriptors import Tap
 from tilefuse.errors import LayoutError, PlanError
@@ -435,6 +436,36 @@ def test_refusals(arguments: dict[str, Any], said: str) -> None:
     }
     with pytest.raises(PlanError, match=said):
         plan.gemm(Layout(**layout), **arguments)
+
+
+@pytest.mark.parametrize("kind", [np.int16, np.int32, np.int64, np.uint16])
+def test_numpys_integers_are_taken_as_pythons(kind: type[Any]) -> None:
+    """Sizes of these are far past what 16 bits hold, and past 32."""
+    layout = Layout(kind(4096), kind(4096), kind(4), kind(128), ZeroKind.Z8, kind(8))
+    made = plan.gemm(layout, kind(30000), tiles=kind(2), bands=kind(4))
+    assert made == plan.gemm(Layout(4096, 4096, 4, 128), 30000, tiles=2, bands=4)
+    assert manifest.tasks_of(made)  # JSON takes Python's only
+    assert plan.gemv(layout, streams=kind(2)) == plan.gemv(Layout(4096, 4096, 4, 128), streams=2)
+    plain = plan.PlainLayout(kind(4096), kind(4096), kind(8))
+    assert plan.gemm_baseline(plain, kind(30000)) == plan.gemm_baseline(plan.PlainLayout(4096, 4096), 30000)
+
+
+def test_layouts_of_the_other_kind_are_refused() -> None:
+    packed, plain = Layout(512, 512, 4, 128), plan.PlainLayout(512, 512)
+    with pytest.raises(PlanError, match=r"the layout is a PlainLayout: pass a packed layer's Layout"):
+        plan.gemm(plain, 64)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"the layout is a PlainLayout"):
+        plan.gemv(plain)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"the layout is a Layout: a baseline GEMM takes bfloat16 weights"):
+        plan.gemm_baseline(packed, 64)  # type: ignore[arg-type]
+    for sizes in ((300.5, 10, 8), (300, "10", 8), (300, 10, 4.0)):
+        with pytest.raises(PlanError, match="pass an integer"):
+            plan.PlainLayout(*sizes)  # type: ignore[arg-type]
+    for options in ({"tiles": 1.0}, {"tiles": "2"}):
+        with pytest.raises(PlanError, match=r"tiles = .*: pass an integer"):
+            plan.gemm(packed, 64, **options)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"streams = None: pass an integer"):
+        plan.gemv(packed, streams=None)  # type: ignore[arg-type]
 
 
 def test_refusals_of_a_gemv() -> None:

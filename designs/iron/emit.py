@@ -16,7 +16,7 @@ from tilefuse import arch, plan
 from tilefuse.configurations import Op
 from tilefuse.designs.namespace import aie_namespace
 from tilefuse.errors import LayoutError, PlanError, ToolchainError
-from tilefuse.files import write_atomically
+from tilefuse.files import print_text, write_atomically
 from tilefuse.layout import Layout, ZeroKind
 
 Design = Callable[[Any, plan.Plan], Any]
@@ -53,14 +53,14 @@ def main(op: Op, arguments: Sequence[str] | None = None) -> int:
         chosen = _plan(op, options)
         text = mlir(chosen) if options.emit_mlir else f"{chosen}\n"
         if options.output is None:
-            sys.stdout.write(text)
+            print_text(text)
         else:
             write_atomically(options.output, text.encode())
     except (PlanError, LayoutError, ToolchainError) as error:
         print(f"tilefuse: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"tilefuse: can't write {options.output}: {error.strerror}", file=sys.stderr)
+        print(f"tilefuse: can't write {options.output or 'to standard output'}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
+from typing import Any
 
 from tilefuse import arch
 from tilefuse.errors import PlanError
@@ -52,6 +54,17 @@ RESIDENT_BYTES = MAX_K // ROWS * 2
 
 _OPERAND = 72
 """Bytes of 64 bfp16 values."""
+
+
+def checked_int(value: Any, name: str) -> int:
+    """``value`` as Python's integer: NumPy's would overflow in sizes.
+
+    Raises:
+        PlanError: It is none.
+    """
+    if not isinstance(value, Integral):
+        raise PlanError(f"{name} = {value!r}: pass an integer")
+    return int(value)
 
 
 class Op(enum.StrEnum):
@@ -121,7 +134,15 @@ class Weights:
 
     @classmethod
     def of(cls, layout: Layout) -> Weights:
-        """Of a packed layer."""
+        """Of a packed layer.
+
+        Raises:
+            PlanError: ``layout`` is no packed layer's.
+        """
+        if not isinstance(layout, Layout):
+            raise PlanError(
+                f"the layout is a {type(layout).__name__}: pass a packed layer's Layout, or plan a baseline with it"
+            )
         minima = layout.zero is ZeroKind.M16
         tag = f"w{layout.bits}g{layout.tile_group}{'m' if minima else ''}"
         return cls(tag, layout.tile_bytes, layout.bits, layout.groups_per_tile, minima)
@@ -158,6 +179,8 @@ class Configuration:
     join: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("columns", "tiles", "max_bands", "streams", "join"):
+            object.__setattr__(self, name, checked_int(getattr(self, name), name))
         gemm = self.op in (Op.GEMM, Op.GEMM_BASELINE)
         least = ROWS if gemm else 1
         if not least <= self.columns <= arch.COLUMNS:

@@ -1,10 +1,11 @@
-"""Files that are there whole or not at all, and their hashes."""
+"""Files that are there whole or not at all, and their hashes; text for the terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -28,6 +29,19 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+
+
+def print_text(text: str) -> None:
+    """Prints ``text`` as it is. A reader that has seen enough (``| head``) is no error.
+
+    Raises:
+        OSError: Standard output can't be written.
+    """
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def sha256(data: bytes) -> str:

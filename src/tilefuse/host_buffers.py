@@ -15,10 +15,10 @@ from tilefuse import arch
 from tilefuse._buffers import aligned_empty
 from tilefuse.arrays import BFLOAT16, FloatArray, FloatType, view_rows
 from tilefuse.configurations import X_HEAD_BYTES, X_PART, Op
-from tilefuse.errors import ShapeError
+from tilefuse.errors import DtypeError, LayoutError, ShapeError
 from tilefuse.layout import KT, ROWS
 from tilefuse.plan import Plan
-from tilefuse.staging import not_finite, stage_activations
+from tilefuse.staging import check_perm, not_finite, stage_activations
 
 Words = npt.NDArray[np.int32]
 
@@ -39,8 +39,9 @@ def stage(plan: Plan, x: Any, perm: npt.NDArray[np.int32] | None = None, out: Wo
         out: int32 [plan.x_words] to fill, contiguous; allocated when None.
 
     Raises:
-        ShapeError: ``x`` or ``out`` is not of the plan's shape.
-        DtypeError: ``x`` is no float array that is taken.
+        ShapeError: ``x``, ``perm`` or ``out`` is not of the plan's shape.
+        DtypeError: ``x`` is no float array that is taken, or ``perm`` or ``out`` not int32.
+        LayoutError: ``perm`` names a channel that x lacks, or ``out`` can't be written.
         QuantizationError: A value is NaN or infinite, in bfloat16 too: bfp16 has neither.
     """
     view = view_rows(x, "x")
@@ -50,8 +51,12 @@ def stage(plan: Plan, x: Any, perm: npt.NDArray[np.int32] | None = None, out: Wo
         raise ShapeError(f"x has shape {list(view.shape)}; the plan is for {plan.m} rows of K = {plan.k}")
     if out is None:
         out = aligned_empty(arch.WORD * plan.x_words).view(np.int32)
-    elif out.shape != (plan.x_words,) or out.dtype != np.int32 or not out.flags.c_contiguous:
-        raise ShapeError(f"out is {out.dtype} {list(out.shape)}; the plan's activations are int32 [{plan.x_words}]")
+    else:
+        _check_words(out, "out", plan.x_words)
+        if not out.flags.writeable:
+            raise LayoutError("out is read-only; pass an array that can be written")
+    if perm is not None:
+        check_perm(perm, plan.k)
     fill(plan, view, perm, out)
     return out
 
@@ -128,7 +133,12 @@ def empty_results(plan: Plan) -> Words:
 
 
 def results(plan: Plan, y: Words) -> npt.NDArray[Any]:
-    """The results in ``y`` without padding: a bfloat16 view [M, N]."""
+    """The results in ``y`` without padding: a bfloat16 view [M, N].
+
+    Raises:
+        ShapeError, DtypeError: ``y`` is not int32 [plan.y_words], contiguous.
+    """
+    _check_words(y, "y", plan.y_words)
     return y.view(BFLOAT16).reshape(plan.y_rows, plan.layout.n_padded)[: plan.m, : plan.n]
 
 
@@ -152,3 +162,11 @@ def write_results(plan: Plan, y: Words, bias: npt.NDArray[np.float32] | None, ta
             sums = found[row : row + step].astype(np.float32)
             sums += bias
             target[row : row + step] = sums
+
+
+def _check_words(array: Words, name: str, words: int) -> None:
+    """Raises unless ``array`` is contiguous int32 [``words``]."""
+    if not isinstance(array, np.ndarray) or array.dtype != np.int32:
+        raise DtypeError(f"{name} is {getattr(array, 'dtype', type(array).__name__)}; pass a NumPy array of int32")
+    if array.shape != (words,) or not array.flags.c_contiguous:
+        raise ShapeError(f"{name} has shape {list(array.shape)}; the plan takes [{words}], contiguous")

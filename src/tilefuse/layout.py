@@ -102,6 +102,10 @@ class Layout:
         for name in ("k", "n", "bits", "group", "columns"):
             if not isinstance(getattr(self, name), Integral):
                 raise LayoutError(f"{name} = {getattr(self, name)!r}: must be an integer")
+            object.__setattr__(self, name, int(getattr(self, name)))  # NumPy's would overflow in sizes
+        if self.zero not in list(ZeroKind):
+            raise LayoutError(f"zero = {self.zero!r}: pass a ZeroKind, {' or '.join(ZeroKind)}")
+        object.__setattr__(self, "zero", ZeroKind(self.zero))
         if not 1 <= self.k <= MAX_K:
             raise LayoutError(
                 f"K = {self.k} input channels: the packed format holds 1 to {MAX_K}; "

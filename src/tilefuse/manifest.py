@@ -165,7 +165,7 @@ def read(folder: Path, *, files: bool = True) -> Manifest:
         raise ManifestError(f"no {NAME} in {folder}: run `make xclbins`") from None
     except OSError as error:
         raise ManifestError(f"can't read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"{path} is damaged ({error}): {AGAIN}") from None
     version = document.get("version") if isinstance(document, dict) else None
     if version != VERSION:
@@ -241,7 +241,10 @@ def _manifest(document: dict[str, Any]) -> Manifest:
 
 def _built(name: str, entry: dict[str, Any]) -> Built:
     values = dict(entry["configuration"])
-    values["op"], values["weights"] = Op(values["op"]), _record(Weights, values["weights"])
+    weights = _record(Weights, values["weights"])
+    for number in (weights.tile_bytes, weights.bits, weights.groups):
+        _integer(number)
+    values["op"], values["weights"] = Op(values["op"]), weights
     configuration = _record(Configuration, values)
     if configuration.name != name:
         raise ValueError(f"{name} is called {configuration.name} now")
@@ -256,6 +259,7 @@ def _stream(name: str, entry: dict[str, Any]) -> Stream:
     values["problems"] = tuple((_integer(m), _integer(k), _integer(n)) for m, k, n in values["problems"])
     for key in ("rows", "k", "n", "bands"):
         _integer(values[key])
+    _string(values["tasks"])
     stream = _record(Stream, values)
     if stream.name != name:
         raise ValueError(f"{name} is called {stream.name}")
@@ -266,7 +270,7 @@ def _artifact(entry: dict[str, Any]) -> Artifact:
     artifact = _record(Artifact, _strings(entry))
     # Nothing outside the folder is ever opened.
     path = PurePosixPath(artifact.file)
-    if path.is_absolute() or ".." in path.parts:
+    if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in artifact.file:
         raise ValueError(f"{artifact.file} is no path in the folder")
     return artifact
 

@@ -66,11 +66,7 @@ def stage_activations(
     if not out.flags.writeable:
         raise LayoutError("out is read-only; pass an array that can be written")
     if perm is not None:
-        _check(perm, "perm", np.dtype(np.int32))
-        if perm.shape != (k,):
-            raise ShapeError(f"perm has shape {list(perm.shape)}; x has {k} channels")
-        if k and not 0 <= perm.min() <= perm.max() < k:
-            raise LayoutError(f"perm has values from {perm.min()} to {perm.max()}; x has channels 0 to {k - 1}")
+        check_perm(perm, k)
     bad = _core.stage_bfp16(
         x.address,
         int(x.kind),
@@ -87,6 +83,15 @@ def stage_activations(
     if bad is not None:
         row, channel = bad
         raise not_finite(row, channel)
+
+
+def check_perm(perm: npt.NDArray[np.int32], k: int) -> None:
+    """Raises unless ``perm`` is int32 [``k``] of channels that there are; see `stage_activations`."""
+    _check(perm, "perm", np.dtype(np.int32))
+    if perm.shape != (k,):
+        raise ShapeError(f"perm has shape {list(perm.shape)}; x has {k} channels")
+    if k and not 0 <= perm.min() <= perm.max() < k:
+        raise LayoutError(f"perm has values from {perm.min()} to {perm.max()}; x has channels 0 to {k - 1}")
 
 
 def not_finite(row: int, channel: int) -> QuantizationError:

@@ -30,7 +30,7 @@ from pathlib import Path
 from tilefuse import arch, kernels_build, manifest, shapes
 from tilefuse.configurations import Configuration
 from tilefuse.errors import PlanError, TileFuseError, ToolchainError
-from tilefuse.files import sha256, write_atomically
+from tilefuse.files import print_text, sha256, write_atomically
 from tilefuse.layout import KT
 from tilefuse.manifest import Artifact, Built, Manifest, ManifestError, Provenance, Stream
 from tilefuse.plan import Plan
@@ -358,8 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = _chosen(_wanted(parser, options), options.only)
         if options.list:
-            print(listing(chosen))
-            return 0
+            return _list(chosen)
         output = options.output or Path("build/mlir" if options.emit_mlir else "build/xclbins")
         if options.emit_mlir:
             return _emit(chosen, output)
@@ -408,6 +407,14 @@ def _chosen(wanted: dict[Configuration, list[Wanted]], only: str) -> dict[Config
     if not chosen:
         raise XclbinBuildError(f"nothing to build has {only!r} in its name; --list prints the names")
     return chosen
+
+
+def _list(chosen: dict[Configuration, list[Wanted]]) -> int:
+    try:
+        print_text(f"{listing(chosen)}\n")
+    except OSError as error:
+        raise XclbinBuildError(f"can't write to standard output: {error.strerror}") from None
+    return 0
 
 
 def _emit(chosen: dict[Configuration, list[Wanted]], output: Path) -> int:

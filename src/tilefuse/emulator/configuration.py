@@ -33,7 +33,7 @@ from tilefuse.emulator.limits import Place
 from tilefuse.emulator.program import Buffer, Program, WorkerRuntimeBarrier
 from tilefuse.emulator.sequence import RuntimeData, Sequence, Shim, ShimChannel
 from tilefuse.emulator.timing import Report, make_report
-from tilefuse.errors import ArrayLimitError, DataflowError, DeadlockError, DeviceError, ShapeError
+from tilefuse.errors import ArrayLimitError, DataflowError, DeadlockError, DeviceError, DtypeError, ShapeError
 
 _SHOWN = 12
 """Lines of a list in a message."""
@@ -162,7 +162,7 @@ class Configuration:
 
         Raises:
             DeviceError: The program has another static design, or an earlier run failed; the message says what to do.
-            ShapeError: The arrays are not what the sequence declares.
+            ShapeError, DtypeError: The arrays are not what the sequence declares.
             ArrayLimitError: A transfer is more than a descriptor, a shim or a queue takes.
             DataflowError: Data are used wrongly, or left behind.
             DeadlockError: Nothing can go on.
@@ -207,6 +207,7 @@ class Configuration:
             )
 
     def _begin(self, timing_only: bool, trace: bool) -> None:
+        self.clock.reset()
         now = self.clock.now
         self.dram.reset()
         for ring in self.rings:
@@ -215,9 +216,11 @@ class Configuration:
             core.begin_run(now, computes=not timing_only, traced=trace)
         for flow in self.flows:
             flow.bytes_moved = 0
+            flow.not_before = now
             flow.spans = [] if trace else None
         for channel in self.channels.values():
             channel.issued = 0
+            channel.computes = not timing_only
             channel.depths = []
 
     def _sequence(self, design: Design, memories: list[Bytes | None]) -> Sequence:
@@ -334,6 +337,8 @@ def _host_memories(
                 raise ShapeError(f"{declared} is None; only a run with timing_only=True goes without data")
             memories.append(None)
             continue
+        if not isinstance(array, np.ndarray):
+            raise DtypeError(f"{declared} is a {type(array).__name__}; pass a NumPy array")
         if not array.flags.c_contiguous:
             raise ShapeError(f"{declared} is not C-contiguous; pass np.ascontiguousarray of it")
         if array.nbytes != want and not (timing_only and array.nbytes < want):

@@ -19,7 +19,7 @@ from greenlet import getcurrent, greenlet
 from tilefuse import arch
 from tilefuse._buffers import address
 from tilefuse.emulator.engine import Bytes, Clock, Ring
-from tilefuse.emulator.values import ArrayType, RuntimeInt
+from tilefuse.emulator.values import ArrayType, RuntimeInt, known
 from tilefuse.errors import DataflowError, DeviceError, TileFuseError
 
 if TYPE_CHECKING:
@@ -75,25 +75,34 @@ class Memory:
         """A scalar of it, as what the core reads: see `RuntimeInt`."""
         if not self.written:
             raise DataflowError(f"reading {self.label} before anything wrote it")
-        value = self.array[_index(index)]
-        if isinstance(value, np.ndarray):
-            raise DeviceError(f"{self.label}[{index}]: a core reads scalars; give all {value.ndim} indices more")
+        value = self.array[self._at(index)]
         return RuntimeInt(int(value)) if isinstance(value, np.integer) else value
 
     def store(self, index: Any, value: Any) -> None:
         """Writes a scalar."""
-        at = _index(index)
-        if isinstance(self.array[at], np.ndarray):
-            raise DeviceError(f"{self.label}[{index}] = ...: a core writes scalars; give all indices")
+        at = self._at(index)
+        if self.array.dtype.kind in "iu":
+            value = known(value, f"what is written to {self.label}, of {self.type.dtype},")
+            limits = np.iinfo(self.array.dtype)
+            if not limits.min <= value <= limits.max:
+                raise DataflowError(f"writing {value} to {self.label}: {self.type.dtype} does not hold it")
         self.array[at] = value.value if isinstance(value, RuntimeInt) else value
         self.written = True
 
+    def _at(self, index: Any) -> tuple[int, ...]:
+        """An index, or several, as NumPy takes them."""
+        given = index if isinstance(index, tuple) else (index,)
+        shape = self.type.shape
+        if len(given) != len(shape) or any(i is None or i is ... or isinstance(i, slice) for i in given):
+            raise DeviceError(f"{self.label}[{index}]: a core reads and writes scalars; give {len(shape)} indices")
+        at = tuple(known(i, f"an index of {self.label}") for i in given)
+        if not all(0 <= i < extent for i, extent in zip(at, shape, strict=True)):
+            # A core would read or write what lies beside the array.
+            raise DataflowError(f"{self.label}[{', '.join(map(str, at))}]: it is {self.type}")
+        return at
 
-def _index(index: Any) -> Any:
-    """An index, or several, as NumPy takes them."""
-    if isinstance(index, tuple):
-        return tuple(_index(i) for i in index)
-    return index.value if isinstance(index, RuntimeInt) else index
+    def __repr__(self) -> str:
+        return self.label
 
 
 class Element(Memory):
@@ -154,7 +163,7 @@ class CorePort:
             ring.reading += 1
         element = self.elements[self.position]
         element.held = True
-        element.written = not self.is_prod
+        element.written = not self.is_prod and (ring.live[element.slot] or not ring.poisons)
         self.held.append(element)
         self.position = (self.position + 1) % ring.depth
 
@@ -236,11 +245,10 @@ class Core:
         return self.finished or (self._wanted is not None and not self._began)
 
     def _wait(self) -> None:
-        before = self.time
         assert self.hub is not None
         self.hub.switch()
         self._waking = False
-        now = self.clock.now
+        before, now = self.time, self.clock.now  # another run may have begun meanwhile
         if now > before:
             wanted = self._wanted
             if self._runs and wanted is not None:
@@ -302,9 +310,9 @@ class Core:
             element = held.popleft()
             element.held = False
             slots.append(element.slot)
+            if port.is_prod:
+                ring.live[element.slot] = self.computes and element.written
         if port.is_prod:
-            for slot in slots:
-                ring.live[slot] = self.computes
             self.clock.at(self.time, ring.publish, count)
         else:
             self.clock.at(self.time, ring.give_back, slots)

@@ -51,6 +51,11 @@ class Clock:
         """Forgets what is scheduled."""
         self._heap.clear()
 
+    def reset(self) -> None:
+        """Begins another run at 0, so that its sums round as those of any other; nothing is scheduled."""
+        assert not self._heap
+        self.now = 0.0
+
 
 class Waiter(Protocol):
     """Who is told when a ring has another object or more room."""
@@ -75,7 +80,7 @@ class Ring:
         self.depth = len(slots)
         self.nbytes = slots[0].nbytes
         self.live = [False] * self.depth
-        """Which objects hold bytes, where only some do (timing only)."""
+        """Which objects hold bytes: those that somebody wrote, and in a run for timing only those from the host."""
         self.free = self.depth
         self.filled = 0
         self.writing = 0
@@ -327,8 +332,10 @@ class Dram:
 
     def reset(self) -> None:
         """Begins another run: nothing moved, nothing under way."""
+        self._since = self._clock.now
         for lane in self._lanes:
             lane.moved = 0
+            lane.passed = lane.rate = 0.0
             lane.active.clear()
 
     def transfer(self, nbytes: int, read: bool, done: Callable[[Any], None], argument: Any) -> None:

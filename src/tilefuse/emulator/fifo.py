@@ -10,7 +10,7 @@ from tilefuse.emulator.cores import Element, executing_core
 from tilefuse.emulator.sequence import Task, active_sequence
 from tilefuse.emulator.tile import AnyMemTile, AnyShimTile, Tile
 from tilefuse.emulator.values import ArrayType, array_type
-from tilefuse.errors import DeviceError
+from tilefuse.errors import DeviceError, DtypeError
 
 if TYPE_CHECKING:
     from tilefuse.emulator.program import Worker
@@ -61,6 +61,8 @@ class ObjectFifo:
         consumer_obj_type: Any = None,
         aie_stream: tuple[int, int] | None = None,
     ) -> None:
+        if depth is not None and not isinstance(depth, int):
+            raise DtypeError(f"the depth of a fifo is {depth!r}; pass an integer")
         if depth is not None and depth < 1:
             raise ValueError(f"Default ObjectFifo depth must be above 0, not {depth}")
         self.is_named = name is not None
@@ -142,6 +144,8 @@ class ObjectFifoHandle:
         depth = of.depth if depth is None else depth
         if depth is None:
             raise ValueError(f"fifo '{of.name}' has no default depth: pass one to prod() or cons()")
+        if not isinstance(depth, int):
+            raise DtypeError(f"fifo '{of.name}': a depth is {depth!r}; pass an integer")
         if depth < 1:
             raise ValueError(f"fifo '{of.name}': a depth must be above 0, not {depth}")
         self.fifo = of

@@ -15,7 +15,7 @@ from tilefuse.emulator.fifo import ObjectFifo, ObjectFifoHandle, RuntimeEndpoint
 from tilefuse.emulator.sequence import RuntimeData, running_sequence
 from tilefuse.emulator.tile import AnyComputeTile, Device, Tile
 from tilefuse.emulator.values import ArrayType, RuntimeInt, array_type, is_array_type, known, trips
-from tilefuse.errors import DataflowError, DeviceError, DtypeError
+from tilefuse.errors import ArrayLimitError, DataflowError, DeviceError, DtypeError
 
 if TYPE_CHECKING:
     from tilefuse.emulator.array import Design
@@ -168,6 +168,8 @@ class Worker:
         tile = tile or AnyComputeTile
         if tile.tile_type not in (None, TileKind.CORE):
             raise ValueError(f"a Worker needs a compute tile, not {tile} of type {tile.tile_type}")
+        if stack_size is not None and (not isinstance(stack_size, int) or stack_size < 1):
+            raise ArrayLimitError(f"stack_size = {stack_size!r}: bytes of stack, 1 or more")
         refuse_unless_default("Worker", trace=(trace, None), trace_events=(trace_events, None))
         self.core_fn = core_fn
         self.fn_args = list(fn_args or [])

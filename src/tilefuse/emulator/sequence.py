@@ -15,7 +15,7 @@ from tilefuse.emulator.cores import coroutine
 from tilefuse.emulator.engine import Bytes, Clock, Flow
 from tilefuse.emulator.taps import TensorAccessPattern, Walker, shim_descriptor
 from tilefuse.emulator.values import ArrayType
-from tilefuse.errors import ArrayLimitError, DataflowError, DeviceError
+from tilefuse.errors import ArrayLimitError, DataflowError, DeviceError, DtypeError
 
 if TYPE_CHECKING:
     from tilefuse.emulator.fifo import ObjectFifoHandle
@@ -133,6 +133,8 @@ class ShimChannel:
         """Transfers done that were issued with ``wait=True`` and not yet awaited."""
         self.waiter: Sequence | None = None
         self.issued = 0
+        self.computes = True
+        """Whether the run moves data."""
         self.depths: list[tuple[float, int]] = []
         """(time, tasks in flight) whenever their number changes."""
 
@@ -184,6 +186,10 @@ class ShimChannel:
     def write(self, data: Bytes | None, nbytes: int) -> None:
         """See `engine.Sink`."""
         assert self.task is not None
+        if data is None and self.computes:
+            raise DataflowError(
+                f"{self.task.label} takes bytes that nothing wrote: a worker released an object that it had not filled"
+            )
         self.task.walker.write(data, nbytes)
 
     def advance(self, nbytes: int) -> None:
@@ -301,14 +307,21 @@ class Sequence:
             raise ValueError(f"{label}: {data!r} is no buffer of the sequence; those are its arguments given as types")
         if tap is not None and any(given is not None for given in (sizes, strides, offset)):
             raise ValueError(f"{label}: pass tap, or sizes, strides and offset, not both")
+        if (sizes is None) != (strides is None):
+            raise ValueError(f"{label}: pass sizes and strides together")
         if tap is not None:
+            if not isinstance(tap, TensorAccessPattern):
+                raise DtypeError(f"{label}: tap is a {type(tap).__name__}; pass a TensorAccessPattern")
             if prod(tap.tensor_dims) != data.type.size:
                 raise DataflowError(f"{label}: the pattern is one of a tensor {tap.tensor_dims}; {data} is {data.type}")
             sizes, strides, offset = tap.sizes, tap.strides, tap.offset
         elif sizes is None:
             sizes, strides = [1, 1, 1, data.type.size], [0, 0, 0, 1]
         descriptor = shim_descriptor(label, data.type, offset or 0, sizes, strides)
-        task = Task(label, descriptor.nbytes, wait, Walker(descriptor, self._arrays[data.index]))
+        memory = self._arrays[data.index]
+        if memory is not None and not handle.is_prod and not memory.flags.writeable:
+            raise DataflowError(f"{label}: {data} is read-only; pass an array that can be written")
+        task = Task(label, descriptor.nbytes, wait, Walker(descriptor, memory))
         task.channel = channel
         channel.issued += 1
         shim = channel.shim

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tilefuse import arch
 from tilefuse.emulator.engine import Bytes
-from tilefuse.emulator.values import ArrayType
+from tilefuse.emulator.values import ArrayType, known
 from tilefuse.errors import ArrayLimitError, DataflowError
 
 _BLOCK = 1 << 20
@@ -23,7 +23,7 @@ class TensorAccessPattern:
 
     def __init__(self, tensor_dims: Sequence[int], offset: int, sizes: Sequence[int], strides: Sequence[int]) -> None:
         self.tensor_dims = list(tensor_dims)
-        self.offset = offset
+        self.offset = offset = known(offset, "the offset of a pattern")
         if not self.tensor_dims or min(self.tensor_dims) < 1:
             raise ValueError(f"tensor dimensions are 1 or more, not {self.tensor_dims}")
         if not 0 <= offset < prod(self.tensor_dims):
@@ -32,8 +32,8 @@ class TensorAccessPattern:
             raise ValueError(f"as many sizes as strides, one at least: {list(sizes)} and {list(strides)}")
         if min(sizes) < 1 or min(strides) < 0:
             raise ValueError(f"sizes are 1 or more, strides 0 or more: {list(sizes)} and {list(strides)}")
-        self.sizes = [int(size) for size in sizes]
-        self.strides = [int(stride) for stride in strides]
+        self.sizes = [known(size, "a size of a pattern") for size in sizes]
+        self.strides = [known(stride, "a stride of a pattern") for stride in strides]
         for i in range(len(self.sizes) - 1):  # The stride of an outer dimension of one step is never used.
             if self.sizes[i] != 1:
                 break
@@ -82,11 +82,14 @@ def shim_descriptor(
     pattern = f"{what}: sizes {list(sizes)}, strides {list(strides)} of {type}"
     if width > arch.WORD:
         raise ArrayLimitError(f"{pattern}: elements of {width} bytes; at most {arch.WORD}, so view the buffer as int32")
+    if len(sizes) != len(strides):
+        raise ArrayLimitError(f"{pattern}: as many sizes as strides")
     if len(sizes) > 4:
         raise ArrayLimitError(f"{pattern}: {len(sizes)} dimensions; a shim has 3 and the repeat")
     pad = 4 - len(sizes)
-    size = [1] * pad + [int(n) for n in sizes]
-    stride = [0] * pad + [int(n) for n in strides]
+    size = [1] * pad + [known(n, f"{what}: a size") for n in sizes]
+    stride = [0] * pad + [known(n, f"{what}: a stride") for n in strides]
+    offset = known(offset, f"{what}: the offset")
     if any(n < 1 for n in size):
         raise ArrayLimitError(f"{pattern}: sizes must be above 0")
     if size[3] * width % arch.WORD:

@@ -101,7 +101,11 @@ def _operator(function: Callable[[int, int], int], reflected: bool) -> Callable[
             other = other.value
         elif not isinstance(other, int | np.integer):
             return NotImplemented
-        return RuntimeInt(function(int(other), self.value) if reflected else function(self.value, int(other)))
+        left, right = (int(other), self.value) if reflected else (self.value, int(other))
+        try:
+            return RuntimeInt(function(left, right))
+        except (ZeroDivisionError, ValueError) as error:
+            raise DataflowError(f"a core computes with {left} and {right}: {error}") from None
 
     return method
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
-from numbers import Integral
 
 from tilefuse import arch
-from tilefuse.configurations import BAND_BYTES, BAND_ROWS, BF16, L2_BATCH, Configuration, Op, Weights, most_bands
+from tilefuse.configurations import (
+    BAND_BYTES,
+    BAND_ROWS,
+    BF16,
+    L2_BATCH,
+    Configuration,
+    Op,
+    Weights,
+    checked_int,
+    most_bands,
+)
 from tilefuse.descriptors import Segment, Tap, Transfer
 from tilefuse.errors import PlanError
 from tilefuse.layout import KT, NT, ROWS, Layout
@@ -35,6 +44,7 @@ def gemm_outline(layout: Layout, m: int) -> Outline:
     Raises:
         PlanError: The array can't run it; the message says which limit.
     """
+    m = _checked_rows(m)
     config, bands = _choose(layout, m)
     row_blocks = -(-m // (BAND_ROWS * ROWS * bands))
     x_words, y_rows = _buffers(config, layout, bands, row_blocks)
@@ -69,6 +79,7 @@ def gemm(
     Raises:
         PlanError: The array can't run it, or not with these tiles; the message says which limit.
     """
+    m = _checked_rows(m)
     config, chosen = _choose(layout, m, tiles, bands, configurations)
     return _gemm(config, layout, m, chosen)
 
@@ -81,9 +92,12 @@ def _choose(
     configurations: Collection[Configuration] | None = None,
 ) -> tuple[Configuration, int]:
     """The configuration and the bands that the model finds cheapest."""
-    _check_rows(m)
-    if bands is not None and (not isinstance(bands, Integral) or bands < 1):
-        raise PlanError(f"bands = {bands!r}: a core computes at least one band of {BAND_ROWS} rows")
+    if bands is not None:
+        bands = checked_int(bands, "bands")
+        if bands < 1:
+            raise PlanError(f"bands = {bands}: a core computes at least one band of {BAND_ROWS} rows")
+    if tiles is not None:
+        tiles = checked_int(tiles, "tiles")
     weights = Weights.of(layout)
     candidates: list[tuple[Configuration, int]] = []
     for count in (1, 2) if tiles is None else (tiles,):
@@ -231,7 +245,9 @@ def gemm_baseline(layout: PlainLayout, m: int) -> Plan:
     Raises:
         PlanError: See `gemm`.
     """
-    _check_rows(m)
+    m = _checked_rows(m)
+    if not isinstance(layout, PlainLayout):
+        raise PlanError(f"the layout is a {type(layout).__name__}: a baseline GEMM takes bfloat16 weights, PlainLayout")
     config = Configuration(Op.GEMM_BASELINE, BF16, layout.columns)
     columns, k_tiles, slots = config.columns, layout.k_tiles, layout.tiles_per_column
     tile, half_k = layout.tile_bytes // arch.WORD, k_tiles * KT // 2
@@ -270,6 +286,8 @@ def gemm_baseline(layout: PlainLayout, m: int) -> Plan:
     )
 
 
-def _check_rows(m: int) -> None:
-    if not isinstance(m, Integral) or m < 1:
-        raise PlanError(f"M = {m!r}: pass the number of rows, at least 1")
+def _checked_rows(m: int) -> int:
+    m = checked_int(m, "M")
+    if m < 1:
+        raise PlanError(f"M = {m}: pass the number of rows, at least 1")
+    return m

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tilefuse import arch
-from tilefuse.configurations import BF16
+from tilefuse.configurations import BF16, checked_int
 from tilefuse.errors import PlanError
 from tilefuse.layout import KT, MAX_K, MAX_N, NT
 
@@ -41,6 +41,8 @@ class PlainLayout:
     columns: int = arch.COLUMNS
 
     def __post_init__(self) -> None:
+        for name in ("k", "n", "columns"):
+            object.__setattr__(self, name, checked_int(getattr(self, name), name))
         if not (1 <= self.k <= MAX_K and 1 <= self.n <= MAX_N):
             raise PlanError(f"K = {self.k}, N = {self.n}: K is 1 to {MAX_K}, N is 1 to {MAX_N}; split the layer")
         if not 1 <= self.columns <= arch.COLUMNS:

@@ -21,7 +21,7 @@ def gemv(layout: Layout, *, streams: int = 1) -> Plan:
         PlanError: The array can't run it; the message says which limit.
     """
     config = Configuration(Op.GEMV, Weights.of(layout), layout.columns, streams=streams)
-    return _one_stream(config, layout) if streams == 1 else _two_streams(config, layout)
+    return _one_stream(config, layout) if config.streams == 1 else _two_streams(config, layout)
 
 
 def gemv_baseline(layout: PlainLayout | Layout) -> Plan:
@@ -30,7 +30,7 @@ def gemv_baseline(layout: PlainLayout | Layout) -> Plan:
     Raises:
         PlanError: See `gemv`.
     """
-    weights = Weights.of(layout) if isinstance(layout, Layout) else BF16
+    weights = BF16 if isinstance(layout, PlainLayout) else Weights.of(layout)
     return _one_stream(Configuration(Op.GEMV_BASELINE, weights, layout.columns), layout)
 
 
