@@ -15,6 +15,7 @@ import numpy as np
 
 from tilefuse import host_buffers
 from tilefuse.arrays import FloatArray
+from tilefuse.configurations import Configuration
 from tilefuse.errors import DeviceError, NpuError, NpuMemoryError, TileFuseError
 from tilefuse.packed import PackedLinear
 from tilefuse.plan import MAX_BUFFER_BYTES
@@ -192,12 +193,16 @@ class NpuDevice:
         Runs of one configuration follow each other, and go to the driver as one command where it takes lists.
         """
         with self._using() as session:
-            by_configuration: dict[str, list[tuple[Step, Call]]] = {}
+            by_configuration: dict[Configuration, list[tuple[Step, Call]]] = {}
+
+            def is_open() -> list[Configuration]:
+                return [*session.contexts.configurations(), *by_configuration]
+
             for call in calls:
                 x, layer, _ = call
-                rows, is_open = _rows_of(x), session.contexts.configurations
+                rows = _rows_of(x)
                 for step in session.planner.steps(layer.layout, rows, is_open) if rows else ():
-                    by_configuration.setdefault(step.plan.configuration.name, []).append((step, call))
+                    by_configuration.setdefault(step.plan.configuration, []).append((step, call))
             most = MOST_CHAINED if session.chain else 1
             for work in by_configuration.values():
                 for first in range(0, len(work), most):
