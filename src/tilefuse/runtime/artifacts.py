@@ -266,10 +266,10 @@ class FolderArtifacts:
     def _missing_text(self, plan: Plan) -> str:
         try:
             known = self._manifest()
-        except ManifestError as error:
+        except ManifestError:
             if (self.folder / manifest.NAME).exists():
                 raise  # damaged, or of another version: nothing is built over it
-            return str(error)
+            return f"{self.folder} has no {manifest.NAME} (${ENVIRONMENT} may name another folder)"
         try:
             known.find(plan)
         except ManifestError as error:
