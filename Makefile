@@ -47,6 +47,7 @@ bench: $(VENV)/.bench ## Measure against other libraries, model kernels and arra
 	$(BIN)/python benchmarks/array_model.py
 	$(BIN)/python benchmarks/emulator_speed.py
 	$(BIN)/python benchmarks/routing.py
+	$(BIN)/python benchmarks/dispatch.py
 
 kernels: $(VENV)/.installed ## Build the array's kernels with Peano into build/kernels
 	$(BIN)/python -m tilefuse.kernels_build $(KERNELS_ARGS)

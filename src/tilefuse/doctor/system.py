@@ -20,7 +20,7 @@ from pathlib import Path
 from platform import machine as machine_name
 from platform import node as host_name
 
-from tilefuse import manifest, shapes
+from tilefuse.runtime.artifacts import default_folder
 
 try:
     import resource
@@ -110,17 +110,6 @@ def _memlock() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _artifacts() -> Path:
-    if named := os.environ.get("TILEFUSE_XCLBINS"):
-        return Path(named)
-    built = Path("build") / "xclbins"
-    for folder in (Path.cwd(), shapes.default_file().parent.parent):
-        if (folder / built / manifest.NAME).is_file():
-            return folder / built
-    data = os.environ.get("XDG_DATA_HOME")
-    return (Path(data) if data else Path.home() / ".local" / "share") / "tilefuse" / "xclbins"
-
-
 @dataclass
 class System:
     """The machine and who asks. The defaults are this machine and this process."""
@@ -144,7 +133,7 @@ class System:
     extension_suffix: str = field(default_factory=lambda: str(sysconfig.get_config_var("EXT_SUFFIX") or ""))
     """How names of this Python's own extension modules end."""
     import_path: Sequence[str] = field(default_factory=lambda: list(sys.path))
-    artifacts: Path = field(default_factory=_artifacts)
+    artifacts: Path = field(default_factory=default_folder)
     """The folder of xclbins that the runtime takes; not under `root`."""
     host: str = field(default_factory=host_name)
     forbidden: list[str] = field(default_factory=list)
