@@ -340,3 +340,14 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
 def test_shapes_that_can_not_be_run(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert xclbins.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_product_builds_what_it_needs(tools: FakeTools, rng: np.random.Generator) -> None:  # noqa: F811
+    """Once; that the pretending tools make no instructions is found."""
+    layer = make_layer(rng, 512, 500, Scheme(4, 128)).layer
+    device = NpuDevice(EmulatedXrt(), FolderArtifacts(tools.output), "npu")
+    for runs in (["xi"], []):
+        with pytest.raises(DeviceError, match="bytes, no whole number of words"):
+            device.matmul(view(np.zeros((100, 512), F32)), layer, view(np.empty((100, 500), F32)))
+        assert kinds(tools.take_runs()) == runs
+    device.close()

@@ -13,11 +13,13 @@ from layers import F32, Scheme, make_layer
 from npu_rig import Rig, view
 from test_designs_emulated import check_gemm
 
+from tilefuse import plan
 from tilefuse.emulator.artifacts import EmulatedArtifacts
 from tilefuse.emulator.xrt import EmulatedXrt, Fault
 from tilefuse.errors import NpuError, NpuMemoryError, NpuTimeout, NpuUnavailable
 from tilefuse.packed import PackedLinear
 from tilefuse.runtime import xrt as adapter
+from tilefuse.runtime.contexts import Slot
 from tilefuse.runtime.npu import MARK, NpuDevice
 
 Rng = np.random.Generator
@@ -319,3 +321,63 @@ def test_no_buffer_is_copied_behind_our_back(
         rig(x[0], layer)
         rig.many([(x, layer), (x[0], layer), (x, layer)])
     assert not caplog.records
+
+
+# --- what only our own code can do wrong ------------------------------------------------------------------------------
+
+
+def test_what_the_emulated_device_knows_is_said(
+    artifacts: EmulatedArtifacts, layer: PackedLinear, x: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An instruction stream of another problem, which moves more than there is."""
+    rig = Rig(artifacts)
+    other = make_layer(np.random.default_rng(0), 512, 2000, Scheme(4, 128)).layer
+    instructions = artifacts.instructions
+
+    def wrong(wanted: Any, /) -> Any:
+        return instructions(plan.gemm(other.layout, 300, configurations=[wanted.configuration]))
+
+    monkeypatch.setattr(artifacts, "instructions", wrong)
+    with pytest.raises(NpuError) as raised:
+        rig(x, layer)
+    in_order(str(raised.value), "the run ended as TIMEOUT", "the buffer of x", "the instructions move", "likely causes")
+    monkeypatch.undo()
+    rig.device.close()
+    check_gemm(rig(x, layer), x, layer)
+    del raised
+    rig.close()
+
+
+def test_an_interrupt_while_a_run_goes_on(
+    artifacts: EmulatedArtifacts, layer: PackedLinear, x: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers of the run are not used again as long as its context is there."""
+    rig = Rig(artifacts)
+    want = rig(x, layer)
+    rig.xrt.inject(Fault.STALL)
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter.Xrt, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rig(x, layer)
+    assert rig.device.statistics().idle_bytes == 0
+    rig.xrt.resume()
+    np.testing.assert_array_equal(rig(x, layer), want)
+    gc.collect()
+    rig.close()
+
+
+def test_an_argument_that_xrt_refuses(rig: Rig, layer: PackedLinear, x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig(x, layer)
+    with monkeypatch.context() as patch:
+
+        def refused(*arguments: object) -> None:
+            raise RuntimeError("no such argument")
+
+        patch.setattr(Slot, "bind", refused)
+        with pytest.raises(NpuError, match=r"XRT fails \(no such argument\). The context was dropped"):
+            rig(x, layer)
+    check_gemm(rig(x, layer), x, layer)

@@ -109,6 +109,8 @@ class Planner:
                         arch.WORD * chosen.y_words,
                     )
                 )
+                # Built now if it must be: no context is waited for meanwhile.
+                self._artifacts.instructions(chosen)
                 row += chosen.m
         return found
 

@@ -81,8 +81,8 @@ class _Session:
         self.timeout = timeout_ms()
         self.xrt = Xrt(module, device.index)
         self.dropped = Dropped()
-        self.pool = Pool(self.xrt, self.dropped.add)
-        self.weights = WeightStore(self.pool, self.dropped_by_collector)
+        self.pool = Pool(self.xrt, self.drop)
+        self.weights = WeightStore(self.pool, self.drop)
         self.contexts = Contexts(self.xrt, artifacts)
         self.planner = Planner(artifacts, most_bytes)
         self.artifacts = artifacts
@@ -95,8 +95,8 @@ class _Session:
         self.lists = 0
         self.counting = threading.Lock()
 
-    def dropped_by_collector(self, buffer: Buffer) -> None:
-        """Frees a layer's buffer as soon as no run is bound to it: now, unless something runs just now."""
+    def drop(self, buffer: Buffer) -> None:
+        """Frees a buffer as soon as no run is bound to it: now, unless something runs just now. Waits for nothing."""
         self.dropped.add(buffer)
         self.reap()
 
@@ -235,15 +235,18 @@ class NpuDevice:
 
     def close(self) -> None:
         """Gives everything back, once what runs has ended. The next product opens the device anew."""
+        copied = self._session
+        if copied is not None and copied.pid != os.getpid():  # before any lock, which another thread may have had
+            self._session = None
+            _abandon(copied)
+            return
         with self._condition:
             session, self._session = self._session, None
             if session is None:
                 return
-            if session.pid != os.getpid():
-                _abandon(session)
-                return
             session.closing = True
             self._condition.wait_for(lambda: not session.users, timeout=2 * session.timeout / 1000)
+            session.closing = False
             if not session.users:
                 session.close()
 
@@ -284,33 +287,36 @@ class NpuDevice:
 
     def _dispatch(self, session: _Session, work: Sequence[tuple[Step, Call]]) -> None:
         """Runs steps of one configuration: one, or a list of them as one command."""
-        first = work[0][0].plan
         staged: list[_Staged] = []
-        context = session.contexts.lease(first)
         try:
-            while True:
-                words = self._load(session, context, work)
-                if words is not None:
-                    if not staged:
-                        for step, call in work:
-                            staged.append(self._stage(session, context, step, call))
-                    if self._run(session, context, staged, words):
-                        break
-                # It failed in another thread's hands, or what was built changed: go on in a new one.
-                session.contexts.leave(context)
-                context = session.contexts.lease(first)
-            for item in staged:
-                if not _write(item):
-                    error = NpuError(
-                        f"{item.step.title}: the run completed, and wrote no results; {causes('NOTHING WRITTEN')}"
-                    )
-                    raise self._failed(session, context, staged, error)
-            session.ran(context, len(staged))
+            # A context may fail in another thread's hands, or be of an xclbin that is built anew: then in the next one.
+            while not self._attempt(session, work, staged):
+                pass
         finally:
             for item in staged:
                 if item.buffers is not None:
                     session.pool.give(item.buffers[0])
                     session.pool.give(item.buffers[2])
+
+    def _attempt(self, session: _Session, work: Sequence[tuple[Step, Call]], staged: list[_Staged]) -> bool:
+        """Stages what isn't and runs it; False if that is to be tried in another context."""
+        context = session.contexts.lease(work[0][0].plan)
+        try:
+            words = self._load(session, context, work)
+            if words is None:
+                return False
+            for step, call in work[len(staged) :]:
+                staged.append(self._stage(session, context, step, call))
+            if not self._run(session, context, staged, words):
+                return False
+            for item in staged:
+                if not _write(item):
+                    nothing = f"{item.step.title}: the run completed, and wrote no results"
+                    error = NpuError(f"{nothing}; {causes('NOTHING WRITTEN')}")
+                    raise self._failed(session, context, staged, error)
+            session.ran(context, len(staged))
+            return True
+        finally:
             session.contexts.leave(context)
 
     def _load(self, session: _Session, context: Context, work: Sequence[tuple[Step, Call]]) -> _Words | None:
@@ -356,6 +362,13 @@ class NpuDevice:
                 raise
             except NpuError as error:
                 raise self._failed(session, context, staged, error) from error
+            except BaseException as error:
+                # An interrupt may leave the run to go on: nothing of it can be used again.
+                title = staged[0].step.title
+                failure = self._failed(session, context, staged, NpuError(f"{title}: XRT fails ({error})"))
+                if isinstance(error, RuntimeError):
+                    raise failure from error
+                raise
         return True
 
     def _run_one(self, session: _Session, context: Context, item: _Staged, stream: Instructions) -> None:

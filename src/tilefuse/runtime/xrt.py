@@ -369,7 +369,10 @@ class Xrt:
     def _failure(self, state: Any, seconds: float, what: str, where: str = "") -> NpuError:
         name = str(getattr(state, "name", state)).rpartition("ERT_CMD_STATE_")[2]
         kind = NpuTimeout if name == "TIMEOUT" else NpuError
-        return kind(f"{what}: the run{where} ended as {name} after {seconds:.1f} s; {causes(name)}")
+        # The emulated device knows why.
+        fault = getattr(self.module, "last_fault", None)
+        known = f": {fault.message}" if fault is not None and fault.message else ""
+        return kind(f"{what}: the run{where} ended as {name} after {seconds:.1f} s{known}; {causes(name)}")
 
     def close(self) -> None:
         """Lets the device go."""
