@@ -128,6 +128,16 @@ def test_more_axes(device: str, rng: Rng) -> None:
     np.testing.assert_array_equal(y.reshape(6, 64), tf.gemm(x, known.layer, device=device))
 
 
+def test_linear_many(device: str, rng: Rng) -> None:
+    layers = [make_layer(rng, 256, n, Scheme(4, 128), bias=n == 64).layer for n in (64, 512, 512)]
+    calls = [(activations(rng, 6, 256).reshape(2, 3, 256), layer) for layer in layers] + [
+        (np.ones(256, F32), layers[0])
+    ]
+    results = tf.linear_many(calls, device=device, out_dtype=F16)
+    for (x, layer), y in zip(calls, results, strict=True):
+        np.testing.assert_array_equal(y, tf.linear(x, layer, device=device, out_dtype=F16))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3.4e38], ids=["nan", "inf", "inf once it is bfloat16"])
 @pytest.mark.parametrize("m", [1, 5])
 def test_activations_that_are_not_finite(device: str, rng: Rng, m: int, bad: float) -> None:

@@ -475,6 +475,25 @@ def test_bad_calls(rng: np.random.Generator, call: Any, error: type[Exception], 
         call(tf.gemm, activations(rng, 3, 64), layer)
 
 
+def test_linear_many(rng: np.random.Generator) -> None:
+    """Any axes, types and layers; what doesn't fit is refused before anything is computed."""
+    layers = [make_layer(rng, 64, n, Scheme(4, 32), bias=n == 32).layer for n in (32, 48)]
+    calls = [
+        (activations(rng, 6, 64).reshape(2, 3, 64), layers[0]),
+        (activations(rng, 1, 64)[0].astype(BF16), layers[1]),
+    ]
+    calls.append((np.empty((0, 64), F32), layers[1]))
+    for (x, layer), y in zip(calls, tf.linear_many(calls), strict=True):
+        assert y.dtype == x.dtype
+        np.testing.assert_array_equal(y, tf.linear(x, layer))
+    assert [y.dtype for y in tf.linear_many(calls, out_dtype=F16)] == [F16] * 3
+    assert tf.linear_many([]) == []
+    with pytest.raises(tf.errors.ShapeError, match="the last axis must be K = 64"):
+        tf.linear_many([*calls, (np.ones((2, 63), F32), layers[0])])
+    with pytest.raises(tf.errors.DtypeError, match="layer is a int"):
+        tf.linear_many([(np.ones(64, F32), 3)])  # type: ignore[list-item]
+
+
 def test_read_only_out(rng: np.random.Generator) -> None:
     layer = make_layer(rng, 64, 32, Scheme(4, 32)).layer
     out = np.empty((3, 32), F32)

@@ -9,6 +9,7 @@ from npu_suite import (  # noqa: F401
     test_columns,
     test_gemm_of_every_scheme,
     test_gemv_of_every_scheme,
+    test_linear_many,
     test_many,
     test_more_axes,
     test_no_rows,

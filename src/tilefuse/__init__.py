@@ -3,7 +3,7 @@
 from tilefuse import errors
 from tilefuse.formats import Checkpoint, LinearInfo, open_checkpoint
 from tilefuse.layout import Layout, ZeroKind
-from tilefuse.ops import gemm, gemv, linear
+from tilefuse.ops import gemm, gemv, linear, linear_many
 from tilefuse.packed import PackedLinear, pack, packed_nbytes, unpack
 from tilefuse.quantize import quantize_linear
 from tilefuse.quantized import CodeOrder, QuantizedLinear
@@ -27,6 +27,7 @@ __all__ = [
     "gemv",
     "get_num_threads",
     "linear",
+    "linear_many",
     "load",
     "open_checkpoint",
     "pack",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from tilefuse.arrays import FloatArray, empty_like, float_type, view_rows
@@ -128,3 +129,45 @@ def linear(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any =
     if _address_of(flat) != _address_of(out):
         out[...] = flat.reshape(y_shape)
     return out
+
+
+def linear_many(
+    calls: Iterable[tuple[Any, PackedLinear]], *, device: str | None = None, out_dtype: Any = None
+) -> list[Any]:
+    """Several products that don't need each other's results, such as those with a block's q, k and v weights.
+
+    Each is ``linear(x, layer)``. The NPU gets those of one kind of weights as one command, where its driver takes that.
+
+    Args:
+        calls: (x, layer) of each, x [..., K] as in `gemm`.
+        device: As in `gemm`.
+        out_dtype: Type of all results; None for that of each x.
+
+    Returns:
+        [..., N] of each.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError: As in `gemm`. Nothing has been computed then, unless the device failed.
+    """
+    prepared, results = [], []
+    for x, given in calls:
+        layer, shape = _layer_of(given), tuple(getattr(x, "shape", ()))
+        if not shape or shape[-1] != layer.k:
+            view_rows(x, "x")  # says so if it is no array
+            raise ShapeError(f"x has shape {list(shape)}: the last axis must be K = {layer.k} (layer {layer.name!r})")
+        view = view_rows(x.reshape(math.prod(shape[:-1]), layer.k), "x")
+        assert view is not None
+        kind = view.kind if out_dtype is None else float_type(out_dtype, "out_dtype")
+        result = empty_like(x, (view.shape[0], layer.n), kind)
+        target = view_rows(result, "out")
+        assert target is not None
+        prepared.append((view, layer, target))
+        results.append(result.reshape((*shape[:-1], layer.n)))
+    found = resolve_device(device)
+    together = getattr(found, "matmul_many", None)
+    if together is not None:
+        together(prepared)
+    else:
+        for view, layer, target in prepared:
+            found.matmul(view, layer, target)
+    return results
