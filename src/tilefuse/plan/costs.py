@@ -11,6 +11,11 @@ from tilefuse.layout import ROWS
 from tilefuse.plan.stored import Stored
 
 
+SEGMENT = 2e-6
+"""Seconds of a segment that its neighbours don't hide: the latency of its first bytes and of its last results, and the
+waits for them. Fitted to the emulated array, which takes 2 to 3.5 us."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds, modelled, that each part would need if the others took no time."""
@@ -28,6 +33,8 @@ class Costs:
     dram: float
     control: float
     """The command processor, issuing tasks."""
+    between: float
+    """What the beginning and the end of each segment add to that."""
 
     @property
     def _parts(self) -> dict[str, float]:
@@ -42,8 +49,8 @@ class Costs:
 
     @property
     def total(self) -> float:
-        """The slowest part, which hides the others."""
-        return max(self._parts.values())
+        """The slowest part, which hides the others, and what no part hides."""
+        return max(self._parts.values()) + self.between
 
     @property
     def bound(self) -> str:
@@ -53,12 +60,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that the shims move, what several of them read alike counted for each; and the tasks that it takes."""
+    """Bytes that the shims move, what several of them read alike counted for each; tasks and segments that it takes."""
 
     x: int
     w: int
     y: int
     tasks: int
+    segments: int
 
 
 def passes(config: Configuration, layout: Stored) -> int:
@@ -91,4 +99,5 @@ def modelled(config: Configuration, layout: Stored, bands: int, row_blocks: int,
         y_stream=outputs * y_column / second,
         dram=max(read / arch.DRAM_READ, (read + traffic.y) / arch.DRAM_TOTAL),
         control=traffic.tasks * arch.TASK_ISSUE,
+        between=traffic.segments * SEGMENT,
     )

@@ -144,6 +144,7 @@ def _traffic(config: Configuration, layout: Layout, bands: int, row_blocks: int)
         w=config.columns * tiles * layout.k_tiles * layout.tile_bytes,
         y=config.columns * tiles * bands * ROWS * config.y_object,
         tasks=ROWS + segments * (2 * config.columns + ROWS),
+        segments=segments,
     )
 
 

@@ -162,7 +162,7 @@ class Plan:
     @cached_property
     def traffic(self) -> Traffic:
         """What the shims move, and in how many tasks."""
-        return Traffic(self.bytes_of("x"), self.bytes_of("w"), self.bytes_of("y"), self.tasks)
+        return Traffic(self.bytes_of("x"), self.bytes_of("w"), self.bytes_of("y"), self.tasks, len(self.segments))
 
     @cached_property
     def costs(self) -> Costs:
