@@ -10,7 +10,6 @@ from tilefuse.kernel_cycles import cycles_of
 from tilefuse.layout import ROWS
 from tilefuse.plan.stored import Stored
 
-
 SEGMENT = 2e-6
 """Seconds of a segment that its neighbours don't hide: the latency of its first bytes and of its last results, and the
 waits for them. Fitted to the emulated array, which takes 2 to 3.5 us."""
