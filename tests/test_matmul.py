@@ -22,6 +22,7 @@ from tilefuse.testing import assert_gemm_close, gemm_bound, gemm_error
 
 W4 = Scheme(4, 128)
 W8 = Scheme(8, 128)
+EDGE_SCHEMES = [Scheme(bits, group) for bits in (4, 8) for group in (32, 64, 128)] + [Scheme(4, 32, True)]
 
 
 def activations(rng: np.random.Generator, m: int, k: int, dtype: Any = F32) -> Any:
@@ -55,16 +56,50 @@ def test_gate_over_dtypes(rng: np.random.Generator, cpu_level: str, dtype: Any, 
         assert_gemm_close(y, x, known.weights)
 
 
-@pytest.mark.parametrize("scheme", [W4, W8], ids=str)
+@pytest.mark.parametrize("scheme", EDGE_SCHEMES, ids=str)
 def test_every_m_around_the_blocking_edges(rng: np.random.Generator, cpu_level: str, scheme: Scheme) -> None:
     """Rows are computed alike whatever comes with them: bit for bit among the rows of one kernel family."""
-    known = make_layer(rng, 256, 64, scheme)
-    x = activations(rng, 70, 256)
+    known = make_layer(rng, 352, 100, scheme)  # both padded
+    x = activations(rng, 70, 352)
     for m in range(1, 71):
         assert_gemm_close(tf.gemm(x[:m], known.layer), x[:m], known.weights)
     many = tf.gemm(x, known.layer)
     for m in (25, 48, 69):
         np.testing.assert_array_equal(tf.gemm(x[:m], known.layer), many[:m])
+
+
+@pytest.mark.parametrize("scheme", EDGE_SCHEMES, ids=str)
+def test_around_the_crossovers(rng: np.random.Generator, cpu_level: str, scheme: Scheme) -> None:
+    known = make_layer(rng, 160, 70, scheme)
+    x = activations(rng, 400, 160)
+    for m in (95, 96, 97, 127, 128, 129, 191, 193, 255, 257, 383, 384, 385, 400):
+        assert_gemm_close(tf.gemm(x[:m], known.layer), x[:m], known.weights)
+
+
+@pytest.mark.parametrize("scheme", [s for s in EDGE_SCHEMES if not s.mins], ids=str)
+def test_zero_columns_give_exact_zeros(rng: np.random.Generator, cpu_level: str, scheme: Scheme) -> None:
+    """Codes equal to their zero points: no sum of codes and its correction may differ by a rounding."""
+    k, n = 384, 70
+    zeros = rng.integers(0, 1 << scheme.bits, (k // scheme.group, n), dtype=np.uint8)
+    known = make_layer(rng, k, n, scheme, codes=np.repeat(zeros, scheme.group, 0), zeros=zeros)
+    x = activations(rng, 200, k)
+    x[:, 7] = 1e6
+    for m in (1, 2, 3, 4, 5, 8, 12, 16, 17, 40, 64, 200):
+        assert not tf.gemm(x[:m], known.layer).any()
+
+
+@pytest.mark.parametrize("scheme", EDGE_SCHEMES, ids=str)
+@pytest.mark.parametrize("m", [2, 5, 20])
+def test_rows_near_overflow(rng: np.random.Generator, cpu_level: str, m: int, scheme: Scheme) -> None:
+    """Codes times activations of 2^112 and more overflow float32; each weight times them doesn't."""
+    if scheme.bits == 4 and m == 2 and cpu_level in ("portable", "avx2", "avx512"):
+        pytest.skip("the fused float kernel of 4 bits scales a group's sum at its end")
+    known = make_layer(rng, 384, 70, scheme, scales=np.full((384 // scheme.group, 70), 2.0**-100))
+    for exponent in (110, 111, 112, 120, 126):
+        x = (np.abs(activations(rng, m, 384)) + 0.5).clip(0.5, 1.9).astype(F32) * F32(2.0**exponent)
+        if scheme.mins:
+            x *= F32(2.0**-100)
+        assert_gemm_close(tf.gemm(x, known.layer, out_dtype=F32), x, known.weights)
 
 
 def test_more_rows_than_a_chunk(rng: np.random.Generator, cpu_level: str) -> None:

@@ -45,42 +45,16 @@ void load_row(const MatmulArgs& args, int64_t row, int64_t k, float* out) {
   std::memset(out + args.layout.k, 0, sizeof(float) * static_cast<size_t>(k - args.layout.k));
 }
 
-uint32_t high_half(float bf16_value) { return __builtin_bit_cast(uint32_t, bf16_value) >> 16; }
-
 }  // namespace
 
-int64_t rows_bytes(XFormat format, int64_t rows, int64_t k) { return rows * k * (format == XFormat::f32 ? 4 : 2); }
+void write_row(const MatmulArgs& args, int64_t row, int64_t k, float* out) { load_row(args, row, k, out); }
 
-void write_row(const MatmulArgs& args, int64_t row, int64_t k, XFormat format, void* out) {
-  if (format == XFormat::f32) {
-    load_row(args, row, k, static_cast<float*>(out));
-    return;
-  }
-  auto* pairs = static_cast<uint32_t*>(out);
-  alignas(64) float piece[kKt];
-  MatmulArgs part = args;
-  for (int64_t k0 = 0; k0 < k; k0 += kKt) {
-    // A piece of the row at a time, so that no scratch of K floats is needed.
-    part.layout.k = args.layout.k - k0 < kKt ? args.layout.k - k0 : kKt;
-    const int64_t element = args.x_dtype == Dtype::f32 ? 4 : 2;
-    if (args.perm == nullptr) {
-      part.x = static_cast<const std::byte*>(args.x) + k0 * element;
-    } else {
-      part.perm = args.perm + k0;
-    }
-    load_row(part, row, kKt, piece);
-    for (int kb = 0; kb < kKt; kb += kBlock) {
-      for (int j = 0; j < 4; ++j) *pairs++ = high_half(piece[kb + j]) | (high_half(piece[kb + j + 4]) << 16);
-    }
-  }
-}
-
-bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, XFormat format, float* scratch, int8_t* digits,
-                  float* scales, int32_t* sums, DigitRest* rests) {
+bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, float* scratch, int8_t* digits, float* scales,
+                  int32_t* sums, DigitRest* rests) {
   // Byte b of a block's eight holds input channel kOrder[b] of the block.
   static constexpr int kOrder4[kBlock] = {0, 2, 4, 6, 1, 3, 5, 7};
   static constexpr int kOrder8[kBlock] = {0, 1, 2, 3, 4, 5, 6, 7};
-  const auto& order = format == XFormat::digits4 ? kOrder4 : kOrder8;
+  const auto& order = args.layout.bits == 4 ? kOrder4 : kOrder8;
   const int group = args.layout.tile_group;
   load_row(args, row, k, scratch);
   const DigitRest* const last_rest = rests + rest_capacity(k) - 1;

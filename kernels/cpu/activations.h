@@ -1,4 +1,4 @@
-// Rows of activations, rounded to bfloat16 and laid out as a kernel reads them (XFormat).
+// Rows of activations, rounded to bfloat16 and laid out as a kernel reads them.
 #pragma once
 
 #include "matmul.h"
@@ -6,16 +6,13 @@
 
 namespace tilefuse {
 
-// Bytes of `rows` rows in a float or pair format, k padded.
-[[nodiscard]] int64_t rows_bytes(XFormat format, int64_t rows, int64_t k);
-
-// Writes row `row` of args.x (permuted, rounded to bfloat16, zero beyond K) to out: float[k] or uint32[k / 2].
-void write_row(const MatmulArgs& args, int64_t row, int64_t k, XFormat format, void* out);
+// Writes row `row` of args.x (permuted, rounded to bfloat16, zero beyond K) to float out[k].
+void write_row(const MatmulArgs& args, int64_t row, int64_t k, float* out);
 
 // Writes the digits, scales, digit sums and rests of one row. False if the row can't be held: it has a NaN or Inf, a
 // group whose largest magnitude is below 2^-100 but not zero (its scale would be denormal), or too many rests; the
 // float kernels take such rows.
-[[nodiscard]] bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, XFormat format, float* scratch,
-                                int8_t* digits, float* scales, int32_t* sums, DigitRest* rests);
+[[nodiscard]] bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, float* scratch, int8_t* digits,
+                                float* scales, int32_t* sums, DigitRest* rests);
 
 }  // namespace tilefuse

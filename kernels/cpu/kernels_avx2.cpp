@@ -38,10 +38,11 @@ const MatmulKernels& matmul_kernels_avx2() {
   static constexpr MatmulKernels kernels = {
       .fused_w4_f32 = fused,
       .fused_digits = nullptr,
-      .fused_rows = 2,
-      .panel_format = XFormat::f32,
+      .fused_rows_w4 = 2,
+      .fused_rows_w8 = 2,
       .dequantise = dequantise_f32<Simd8>,
       .panel_rows = panel_rows_f32<Simd8>,
+      .passes = nullptr,
   };
   return kernels;
 }

@@ -14,10 +14,11 @@ const MatmulKernels& matmul_kernels_avx512() {
   static constexpr MatmulKernels kernels = {
       .fused_w4_f32 = fused,
       .fused_digits = nullptr,
-      .fused_rows = 2,
-      .panel_format = XFormat::f32,
+      .fused_rows_w4 = 2,
+      .fused_rows_w8 = 2,
       .dequantise = dequantise_f32<Simd16>,
       .panel_rows = panel_rows_f32<Simd16>,
+      .passes = nullptr,
   };
   return kernels;
 }

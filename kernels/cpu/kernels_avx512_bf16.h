@@ -1,5 +1,6 @@
-// The kernels on AVX512_BF16: weights are dequantised to bfloat16 pairs and multiplied by VDPBF16PS. Included by two
-// translation units: the real one, and one that models the two BF16 instructions (TILEFUSE_MODEL_BF16).
+// The kernels on AVX512_BF16: few rows fused with exact weights (fused_bf16.h), many by way of panels of weights
+// dequantised to bfloat16 pairs. Included by two translation units: the real one, and one that models the two BF16
+// instructions (TILEFUSE_MODEL_BF16).
 //
 // The panel is uint32 [64 count][64]: the pairs of a block of 8 input channels are (j, j + 4), j = 0..3, which is how
 // shifting a lane of 8 nibbles by 4 j leaves them (bits 0..3 and 16..19).
@@ -8,45 +9,15 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <type_traits>
 
+#include "activations_bf16.h"
+#include "bf16_dot.h"
+#include "fused_bf16.h"
 #include "fused_digits.h"
 
 namespace tilefuse {
 namespace {
-
-#ifdef TILEFUSE_MODEL_BF16
-
-// VDPBF16PS: two products and sums, each rounded; low words after high ones, as its description orders them. (The
-// instruction also flushes denormals; the model keeps them.)
-inline __m512 dot_bf16(__m512 sum, __m512i a, __m512i b) {
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000U));
-  sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)), _mm512_castsi512_ps(_mm512_and_si512(b, high)),
-                        sum);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)),
-                         sum);
-}
-
-inline __m512i bf16_bits(__m512 v) {
-  const __m512i bits = _mm512_castps_si512(v);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  return _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
-}
-
-// VCVTNE2PS2BF16: words 0..15 from `low`, 16..31 from `high`.
-inline __m512i pack_bf16(__m512 low, __m512 high) {
-  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(bf16_bits(low))),
-                            _mm512_cvtepi32_epi16(bf16_bits(high)), 1);
-}
-
-#else
-
-inline __m512 dot_bf16(__m512 sum, __m512i a, __m512i b) {
-  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-}
-
-inline __m512i pack_bf16(__m512 low, __m512 high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)); }
-
-#endif
 
 // Eight output channels' scale and offset, each in two neighbouring lanes: w = q * scale + offset.
 struct PairAffine {
@@ -136,54 +107,77 @@ void dequantise_bf16(const TileRun& run, int64_t first, int count, void* panel_o
   }
 }
 
+// acc += x * panel, the weights already scaled.
 template <int kRowsHere>
-inline void panel_rows_bf16_n(const uint32_t* panel, int64_t pairs, const uint32_t* x, int64_t x_stride, float* acc,
-                              bool first) {
-  __m512 c[kRowsHere][kVectors];
-  for (int r = 0; r < kRowsHere; ++r) {
-    for (int v = 0; v < kVectors; ++v) c[r][v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + r * kNt + v * 16);
-  }
-  for (int64_t i = 0; i < pairs; ++i) {
-    __m512i b[kVectors];
-    for (int v = 0; v < kVectors; ++v) b[v] = _mm512_loadu_si512(panel + i * kNt + v * 16);
+void panel_pass_n(const void* panel_in, int64_t first, int count, const PassRows& x, float* acc) {
+  constexpr int kAtOnce = kRowsHere <= 3 ? 4 : kRowsHere <= 14 ? 2 : 1;
+  for (int v0 = 0; v0 < kVectors; v0 += kAtOnce) {
+    const uint32_t* panel = static_cast<const uint32_t*>(panel_in) + v0 * 16;
+    float* to = acc + v0 * 16;
+    __m512 c[kRowsHere][kAtOnce];
     for (int r = 0; r < kRowsHere; ++r) {
-      const __m512i a = _mm512_set1_epi32(static_cast<int>(x[r * x_stride + i]));
-      for (int v = 0; v < kVectors; ++v) c[r][v] = dot_bf16(c[r][v], a, b[v]);
+      for (int v = 0; v < kAtOnce; ++v) c[r][v] = _mm512_loadu_ps(to + r * kNt + v * 16);
     }
-  }
-  for (int r = 0; r < kRowsHere; ++r) {
-    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(acc + r * kNt + v * 16, c[r][v]);
+    for (int64_t t = first; t < first + count; ++t) {
+      const uint32_t* from = x.words + t * x.tile_stride;
+      for (int i = 0; i < kKt / 2; ++i, panel += kNt, from += kRowsHere) {
+        __m512i w[kAtOnce];
+        for (int v = 0; v < kAtOnce; ++v) w[v] = _mm512_loadu_si512(panel + v * 16);
+        for (int r = 0; r < kRowsHere; ++r) {
+          const __m512i a = _mm512_set1_epi32(static_cast<int>(from[r]));
+          for (int v = 0; v < kAtOnce; ++v) c[r][v] = dot_bf16(c[r][v], a, w[v]);
+        }
+      }
+    }
+    for (int r = 0; r < kRowsHere; ++r) {
+      for (int v = 0; v < kAtOnce; ++v) _mm512_storeu_ps(to + r * kNt + v * 16, c[r][v]);
+    }
   }
 }
 
-void panel_rows_bf16(const void* panel_in, int64_t k, const void* x_in, int64_t x_stride, int rows, float* acc,
-                     bool first) {
-  const auto* panel = static_cast<const uint32_t*>(panel_in);
-  const auto* x = static_cast<const uint32_t*>(x_in);
-  const int64_t pairs = k / 2;
-  switch (rows) {
-    case 1:
-      return panel_rows_bf16_n<1>(panel, pairs, x, x_stride, acc, first);
-    case 2:
-      return panel_rows_bf16_n<2>(panel, pairs, x, x_stride, acc, first);
-    case 3:
-      return panel_rows_bf16_n<3>(panel, pairs, x, x_stride, acc, first);
-    case 4:
-      return panel_rows_bf16_n<4>(panel, pairs, x, x_stride, acc, first);
-    case 5:
-      return panel_rows_bf16_n<5>(panel, pairs, x, x_stride, acc, first);
-    default:
-      return panel_rows_bf16_n<6>(panel, pairs, x, x_stride, acc, first);
+// Calls fn with std::integral_constant of `rows`, 1 to kMaxPassRows.
+template <int kRowsHere = kMaxPassRows, typename Fn>
+inline void with_rows(int rows, Fn&& fn) {
+  if constexpr (kRowsHere == 1) {
+    fn(std::integral_constant<int, 1>{});
+  } else if (rows == kRowsHere) {
+    fn(std::integral_constant<int, kRowsHere>{});
+  } else {
+    with_rows<kRowsHere - 1>(rows, fn);
   }
 }
+
+void panel_pass_bf16(const void* panel, int64_t first, int count, const PassRows& x, float* acc) {
+  with_rows(x.rows, [&](auto n) { panel_pass_n<n()>(panel, first, count, x, acc); });
+}
+
+void fused_pass_w4_bf16(const TileRun& run, int64_t k_tile, const PassRows& x, float* acc) {
+  with_rows(x.rows, [&](auto n) { fused_pass_w4_n<n()>(run, k_tile, x, acc); });
+}
+
+FusedPass* fused_pass_bf16(const TileLayout& layout) { return layout.bits == 4 ? fused_pass_w4_bf16 : nullptr; }
+
+int64_t fused_rows_bf16(const TileLayout& layout) {
+  if (layout.bits == 8) return 0;
+  return 128;
+}
+
+constexpr PassKernels kBf16Passes = {
+    .write_pass = write_pass_bf16,
+    .fused = fused_pass_bf16,
+    .fused_rows = fused_rows_bf16,
+    .dequantise = dequantise_bf16,
+    .panel_pass = panel_pass_bf16,
+};
 
 constexpr MatmulKernels kBf16Kernels = {
     .fused_w4_f32 = nullptr,
     .fused_digits = fused_digits_vnni,
-    .fused_rows = kMaxDigitRows,
-    .panel_format = XFormat::bf16_pairs,
-    .dequantise = dequantise_bf16,
-    .panel_rows = panel_rows_bf16,
+    .fused_rows_w4 = 1,
+    .fused_rows_w8 = kMaxDigitRows,
+    .dequantise = nullptr,
+    .panel_rows = nullptr,
+    .passes = &kBf16Passes,
 };
 
 }  // namespace

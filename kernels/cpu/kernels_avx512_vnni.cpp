@@ -8,10 +8,11 @@ const MatmulKernels& matmul_kernels_avx512_vnni() {
   static constexpr MatmulKernels kernels = {
       .fused_w4_f32 = nullptr,
       .fused_digits = fused_digits_vnni,
-      .fused_rows = kMaxDigitRows,
-      .panel_format = XFormat::f32,
+      .fused_rows_w4 = kMaxDigitRows,
+      .fused_rows_w8 = kMaxDigitRows,
       .dequantise = dequantise_f32<Simd16>,
       .panel_rows = panel_rows_f32<Simd16>,
+      .passes = nullptr,
   };
   return kernels;
 }

@@ -46,10 +46,11 @@ const MatmulKernels& matmul_kernels_portable() {
   static constexpr MatmulKernels kernels = {
       .fused_w4_f32 = fused,
       .fused_digits = nullptr,
-      .fused_rows = 2,
-      .panel_format = XFormat::f32,
+      .fused_rows_w4 = 2,
+      .fused_rows_w8 = 2,
       .dequantise = dequantise_f32<Simd4>,
       .panel_rows = panel_rows_f32<Simd4>,
+      .passes = nullptr,
   };
   return kernels;
 }

@@ -1,6 +1,7 @@
 #include "matmul.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -15,7 +16,7 @@ namespace tilefuse {
 namespace {
 
 // Rows that share one conversion of the activations and one dequantisation of each tile. At 384 rows dequantising is
-// below 3 % of the multiplications on every level; a multiple of kMaxRowsPerPass.
+// below 3 % of the multiplications on every level; a multiple of kMaxRowsPerPass and of kMaxPassRows.
 constexpr int64_t kRowsPerChunk = 384;
 
 constexpr int64_t kRowsForSmallPanel = 24;
@@ -73,26 +74,33 @@ TileRun run_of(const MatmulArgs& args, int64_t n_tile) {
   return {.layout = &args.layout, .tiles = args.weights + args.layout.tile_offset(n_tile, 0)};
 }
 
+// Runs fn(item) for each item, on this thread alone if `bytes` of weights (times rows) are soon done.
+template <typename Fn>
+void parallel_unless_small(int64_t items, int64_t bytes, Fn&& fn) {
+  if (bytes < kSerialBytes) {
+    for (int64_t i = 0; i < items; ++i) fn(i);
+  } else {
+    ThreadPool::instance().parallel_for(items, [&](int64_t i, int) { fn(i); });
+  }
+}
+
+int64_t weight_bytes(const MatmulArgs& args) {
+  return args.layout.n_tiles_used() * args.layout.k_tiles_used() * args.layout.tile_bytes;
+}
+
 template <typename Fn>
 void fused_over_tiles(const MatmulArgs& args, Fn&& kernel) {
-  const int64_t n_tiles = args.layout.n_tiles_used();
-  const auto one_tile = [&](int64_t n_tile, int) {
+  parallel_unless_small(args.layout.n_tiles_used(), args.m * weight_bytes(args), [&](int64_t n_tile) {
     auto* acc = reinterpret_cast<float*>(t_tile.at_least(args.m * kNt * 4));
     kernel(run_of(args, n_tile), acc);
     for (int64_t r = 0; r < args.m; ++r) store_row(args, r, n_tile, acc + r * kNt);
-  };
-  if (args.m * n_tiles * args.layout.k_tiles_used() * args.layout.tile_bytes < kSerialBytes) {
-    for (int64_t n_tile = 0; n_tile < n_tiles; ++n_tile) one_tile(n_tile, 0);
-  } else {
-    ThreadPool::instance().parallel_for(n_tiles, one_tile);
-  }
+  });
 }
 
 // Few rows as digits; false if a row can't be held that way (nothing has been written then).
 bool matmul_digits(const MatmulArgs& args, const MatmulKernels& kernels) {
   const int64_t k = args.layout.k_tiles_used() * kKt;
   const int64_t groups = k / args.layout.tile_group;
-  const XFormat format = args.layout.bits == 4 ? XFormat::digits4 : XFormat::digits8;
   const int64_t sums_bytes = args.m * groups * kDigits * 4;
   const int64_t scales_bytes = args.m * groups * 4;
   const int64_t rests_bytes = args.m * rest_capacity(k) * static_cast<int64_t>(sizeof(DigitRest));
@@ -103,8 +111,8 @@ bool matmul_digits(const MatmulArgs& args, const MatmulKernels& kernels) {
   auto* floats = reinterpret_cast<float*>(memory += scales_bytes);
   auto* digits = reinterpret_cast<int8_t*>(memory += k * 4);
   for (int64_t r = 0; r < args.m; ++r) {
-    if (!write_digits(args, r, k, format, floats, digits + r * k * kDigits, scales + r * groups,
-                      sums + r * groups * kDigits, rests + r * rest_capacity(k))) {
+    if (!write_digits(args, r, k, floats, digits + r * k * kDigits, scales + r * groups, sums + r * groups * kDigits,
+                      rests + r * rest_capacity(k))) {
       return false;
     }
   }
@@ -116,18 +124,16 @@ bool matmul_digits(const MatmulArgs& args, const MatmulKernels& kernels) {
 
 void matmul_fused_f32(const MatmulArgs& args, const MatmulKernels& kernels) {
   const int64_t k = args.layout.k_tiles_used() * kKt;
-  auto* x = reinterpret_cast<float*>(t_activations.at_least(rows_bytes(XFormat::f32, args.m, k)));
-  for (int64_t r = 0; r < args.m; ++r) write_row(args, r, k, XFormat::f32, x + r * k);
+  auto* x = reinterpret_cast<float*>(t_activations.at_least(args.m * k * 4));
+  for (int64_t r = 0; r < args.m; ++r) write_row(args, r, k, x + r * k);
   fused_over_tiles(
       args, [&](const TileRun& run, float* acc) { kernels.fused_w4_f32(run, x, k, static_cast<int>(args.m), acc); });
 }
 
-// Rows [row0, row0 + rows) of one output tile by way of panels. `x` holds those rows.
+// Rows [row0, row0 + rows) of one output tile by way of panels in float. `x` holds those rows.
 void panel_tile(const MatmulArgs& args, const MatmulKernels& kernels, int64_t n_tile, int64_t row0, int64_t rows,
-                const std::byte* x) {
+                const float* x) {
   const int64_t k = args.layout.k_tiles_used() * kKt;
-  const bool pairs = kernels.panel_format == XFormat::bf16_pairs;
-  const int64_t x_stride = pairs ? k / 2 : k;
   constexpr int64_t kPanelBytes = int64_t{kPanelTiles} * kKt * kNt * 4;
   std::byte* memory = t_tile.at_least(kPanelBytes + rows * kNt * 4);
   auto* acc = reinterpret_cast<float*>(memory + kPanelBytes);
@@ -138,34 +144,116 @@ void panel_tile(const MatmulArgs& args, const MatmulKernels& kernels, int64_t n_
   for (int64_t kt = 0; kt < k_tiles; kt += step) {
     const auto count = static_cast<int>(std::min<int64_t>(step, k_tiles - kt));
     kernels.dequantise(run, kt, count, memory);
-    const std::byte* from = x + rows_bytes(kernels.panel_format, 1, kt * kKt);
     for (int64_t r = 0; r < rows; r += kMaxRowsPerPass) {
       const auto here = static_cast<int>(std::min<int64_t>(kMaxRowsPerPass, rows - r));
-      kernels.panel_rows(memory, int64_t{count} * kKt, from + r * x_stride * 4, x_stride, here, acc + r * kNt, kt == 0);
+      kernels.panel_rows(memory, int64_t{count} * kKt, x + r * k + kt * kKt, k, here, acc + r * kNt, kt == 0);
     }
   }
   for (int64_t r = 0; r < rows; ++r) store_row(args, row0 + r, n_tile, acc + r * kNt);
 }
 
+// A layer with few output tiles is also split by rows, in halves while every part keeps 96 rows: enough that
+// dequantising a tile once more stays cheap, and every thread has work.
+int64_t row_parts(int64_t n_tiles, int64_t rows) {
+  int64_t parts = 1;
+  while (n_tiles * parts < 4 * ThreadPool::instance().num_threads() && rows / (2 * parts) >= 96) parts *= 2;
+  return parts;
+}
+
 void matmul_panels(const MatmulArgs& args, const MatmulKernels& kernels) {
   ThreadPool& pool = ThreadPool::instance();
   const int64_t k = args.layout.k_tiles_used() * kKt;
-  const int64_t row_bytes = rows_bytes(kernels.panel_format, 1, k);
   const int64_t n_tiles = args.layout.n_tiles_used();
   for (int64_t row0 = 0; row0 < args.m; row0 += kRowsPerChunk) {
     const int64_t rows = std::min(kRowsPerChunk, args.m - row0);
-    std::byte* x = t_activations.at_least(rows * row_bytes);
-    pool.parallel_for(rows,
-                      [&](int64_t r, int) { write_row(args, row0 + r, k, kernels.panel_format, x + r * row_bytes); });
-    // A layer with few output tiles is also split by rows, in halves while every part keeps 96 rows: enough that
-    // dequantising a tile once more stays cheap, and every thread has work.
-    int64_t parts = 1;
-    while (n_tiles * parts < 4 * pool.num_threads() && rows / (2 * parts) >= 96) parts *= 2;
+    auto* x = reinterpret_cast<float*>(t_activations.at_least(rows * k * 4));
+    pool.parallel_for(rows, [&](int64_t r, int) { write_row(args, row0 + r, k, x + r * k); });
+    const int64_t parts = row_parts(n_tiles, rows);
     const int64_t part_rows = (rows / parts + kMaxRowsPerPass) / kMaxRowsPerPass * kMaxRowsPerPass;
     pool.parallel_for(n_tiles * parts, [&](int64_t item, int) {
       const int64_t begin = item % parts * part_rows;
       const int64_t count = std::min(part_rows, rows - begin);
-      if (count > 0) panel_tile(args, kernels, item / parts, row0 + begin, count, x + begin * row_bytes);
+      if (count > 0) panel_tile(args, kernels, item / parts, row0 + begin, count, x + begin * k);
+    });
+  }
+}
+
+// A chunk of rows in passes of nearly equal size: none is left with so few rows that its registers are idle.
+struct Chunk {
+  int64_t row0 = 0;  // of the product
+  int64_t rows = 0;
+  int64_t passes = 0;
+  uint32_t* words = nullptr;  // [k tiles][passes][64][rows of the pass]
+  float* sums = nullptr;      // [passes][groups][rows of the pass], or null
+  int64_t groups = 0;
+
+  [[nodiscard]] int64_t first_row(int64_t pass) const { return pass * rows / passes; }
+  [[nodiscard]] PassRows pass(int64_t i) const {
+    const int64_t first = first_row(i);
+    return {.words = words + first * (kKt / 2),
+            .tile_stride = rows * (kKt / 2),
+            .sums = sums == nullptr ? nullptr : sums + first * groups,
+            .rows = static_cast<int>(first_row(i + 1) - first)};
+  }
+};
+
+// Passes [begin, end) of a chunk for one output tile.
+void passes_tile(const MatmulArgs& args, const PassKernels& kernels, FusedPass* fused, const Chunk& chunk,
+                 int64_t n_tile, int64_t begin, int64_t end) {
+  const int64_t first = chunk.first_row(begin);
+  const int64_t rows = chunk.first_row(end) - first;
+  constexpr int64_t kPanelBytes = int64_t{kPanelTiles} * kKt * kNt * 2;
+  std::byte* memory = t_tile.at_least(kPanelBytes + rows * kNt * 4);
+  auto* acc = reinterpret_cast<float*>(memory + kPanelBytes);
+  std::memset(acc, 0, static_cast<size_t>(rows * kNt * 4));
+  const TileRun run = run_of(args, n_tile);
+  const int64_t k_tiles = args.layout.k_tiles_used();
+  const int64_t step = fused != nullptr || rows <= kRowsForSmallPanel ? 1 : kPanelTiles;
+  for (int64_t kt = 0; kt < k_tiles; kt += step) {
+    const auto count = static_cast<int>(std::min<int64_t>(step, k_tiles - kt));
+    if (fused == nullptr) kernels.dequantise(run, kt, count, memory);
+    for (int64_t p = begin; p < end; ++p) {
+      float* to = acc + (chunk.first_row(p) - first) * kNt;
+      if (fused != nullptr) {
+        fused(run, kt, chunk.pass(p), to);
+      } else {
+        kernels.panel_pass(memory, kt, count, chunk.pass(p), to);
+      }
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) store_row(args, chunk.row0 + first + r, n_tile, acc + r * kNt);
+}
+
+void matmul_passes(const MatmulArgs& args, const PassKernels& kernels) {
+  const int64_t k = args.layout.k_tiles_used() * kKt;
+  const int64_t n_tiles = args.layout.n_tiles_used();
+  const int64_t groups = k / args.layout.tile_group;
+  const bool minima = args.layout.zero == ZeroKind::m16;
+  FusedPass* wanted = args.m <= kernels.fused_rows(args.layout) ? kernels.fused(args.layout) : nullptr;
+  const int64_t chunks = (args.m + kRowsPerChunk - 1) / kRowsPerChunk;
+  for (int64_t c = 0; c < chunks; ++c) {
+    Chunk chunk = {.row0 = c * args.m / chunks, .groups = groups};
+    chunk.rows = (c + 1) * args.m / chunks - chunk.row0;
+    chunk.passes = (chunk.rows + kMaxPassRows - 1) / kMaxPassRows;
+    const int64_t words_bytes = chunk.rows * k * 2;
+    std::byte* memory = t_activations.at_least(words_bytes + (minima ? chunk.rows * groups * 4 : 0));
+    chunk.words = reinterpret_cast<uint32_t*>(memory);
+    if (minima) chunk.sums = reinterpret_cast<float*>(memory + words_bytes);
+    std::atomic<bool> exact{true};
+    const int64_t bytes = chunk.rows * weight_bytes(args);
+    parallel_unless_small(chunk.passes, bytes, [&](int64_t p) {
+      const PassRows pass = chunk.pass(p);
+      const bool fits = kernels.write_pass(args, chunk.row0 + chunk.first_row(p), pass.rows, k,
+                                           chunk.words + chunk.first_row(p) * (kKt / 2), pass.tile_stride,
+                                           minima ? chunk.sums + chunk.first_row(p) * groups : nullptr);
+      if (!fits) exact.store(false, std::memory_order_relaxed);
+    });
+    FusedPass* fused = exact.load(std::memory_order_relaxed) ? wanted : nullptr;
+    const int64_t parts = row_parts(n_tiles, chunk.rows);
+    parallel_unless_small(n_tiles * parts, bytes, [&](int64_t item) {
+      const int64_t part = item % parts;
+      passes_tile(args, kernels, fused, chunk, item / parts, part * chunk.passes / parts,
+                  (part + 1) * chunk.passes / parts);
     });
   }
 }
@@ -197,10 +285,12 @@ const MatmulKernels& matmul_kernels(CpuLevel level) {
 void matmul(const MatmulArgs& args) {
   if (args.m == 0) return;
   const MatmulKernels& kernels = matmul_kernels(current_level());
-  if (args.m <= kernels.fused_rows) {
+  const bool w4 = args.layout.bits == 4;
+  if (args.m <= (w4 ? kernels.fused_rows_w4 : kernels.fused_rows_w8)) {
     if (kernels.fused_digits != nullptr && matmul_digits(args, kernels)) return;
-    if (kernels.fused_w4_f32 != nullptr && args.layout.bits == 4) return matmul_fused_f32(args, kernels);
+    if (kernels.fused_w4_f32 != nullptr && w4) return matmul_fused_f32(args, kernels);
   }
+  if (kernels.passes != nullptr) return matmul_passes(args, *kernels.passes);
   matmul_panels(args, kernels);
 }
 

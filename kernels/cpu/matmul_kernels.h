@@ -5,17 +5,10 @@
 #include <cstdint>
 
 #include "cpu_features.h"
+#include "matmul.h"
 #include "tile_layout.h"
 
 namespace tilefuse {
-
-// How the driver lays out activations for a kernel. k runs over k_tiles_used * 128, zero beyond K.
-enum class XFormat : int {
-  f32,         // float [rows][k]
-  bf16_pairs,  // uint32 [rows][k / 2]: in each block of 8 k, word j = bf16(x[j]) | bf16(x[j + 4]) << 16
-  digits4,     // Digits, bytes of a block in the order 0 2 4 6 1 3 5 7 (4-bit codes)
-  digits8,     // Digits, bytes of a block in natural order (8-bit codes)
-};
 
 // Activations as exact integers: in each group of tile_group input channels x = scale * (d0 + 256 d1 + 65536 d2) with
 // signed 8-bit digits and a power-of-two scale. That is 22 bits below the group's largest magnitude: an element down to
@@ -38,7 +31,9 @@ inline constexpr int64_t kNoRest = INT64_MAX;
 [[nodiscard]] constexpr int64_t rest_capacity(int64_t k) { return k / 16 + 1; }
 
 struct DigitRows {
-  const int8_t* digits = nullptr;    // [rows][k / 8][kDigits][8]
+  // [rows][k / 8][kDigits][8]; input channels of a block in the order 0 2 4 6 1 3 5 7 for 4-bit codes, else in their
+  // own.
+  const int8_t* digits = nullptr;
   const float* scales = nullptr;     // [rows][k / tile_group]
   const int32_t* sums = nullptr;     // [rows][k / tile_group][kDigits]: sum of each digit over the group
   const DigitRest* rests = nullptr;  // [rows][rest_capacity(k)], by tile group
@@ -59,17 +54,55 @@ struct TileRun {
 inline constexpr int kPanelTiles = 4;  // k tiles dequantised at a time: 512 x 64 weights stay in L2
 inline constexpr int kMaxRowsPerPass = 6;
 
+// Rows of bfloat16 activations that go through the weights together, interleaved: a kernel reads all rows' activations
+// for one pair of input channels from consecutive words.
+struct PassRows {
+  // For each k tile uint32 [64][rows]: in each block of 8 k, word j of a row is bf16(x[j]) | bf16(x[j + 4]) << 16.
+  const uint32_t* words = nullptr;
+  int64_t tile_stride = 0;      // from one k tile to the next, in words
+  const float* sums = nullptr;  // [k / tile_group][rows], sums of x over the groups; null unless the layer has minima
+  int rows = 0;                 // at most kMaxPassRows
+};
+inline constexpr int kMaxPassRows = 16;
+
+// 2^111 as bfloat16. From here on a group's sum of code differences (below 2^15 in all) times activations could
+// overflow although the scale would bring it back into range: such activations take kernels that scale each weight.
+inline constexpr int kLargestExactPass = (127 + 111) << 7;
+
+// acc[rows][64] += x * one k tile.
+using FusedPass = void(const TileRun&, int64_t k_tile, const PassRows& x, float* acc);
+
+// Kernels on interleaved bfloat16 rows.
+struct PassKernels {
+  // Writes rows [row0, row0 + rows) of args.x (permuted, rounded to bfloat16, zero beyond K) as PassRows has them and,
+  // unless null, their sums. False if one is 2^111 or more in magnitude, infinite or NaN: not for the fused kernels.
+  bool (*write_pass)(const MatmulArgs& args, int64_t row0, int rows, int64_t k, uint32_t* words, int64_t tile_stride,
+                     float* sums);
+  // The kernel that unpacks in registers, or null; it is the faster one up to fused_rows rows.
+  FusedPass* (*fused)(const TileLayout&);
+  int64_t (*fused_rows)(const TileLayout&);
+  // Dequantises k tiles [first, first + count) into `panel`, which panel_pass reads.
+  void (*dequantise)(const TileRun&, int64_t first, int count, void* panel);
+  // acc[rows][64] += x * panel.
+  void (*panel_pass)(const void* panel, int64_t first, int count, const PassRows& x, float* acc);
+};
+
 struct MatmulKernels {
   // Fused kernels: unpack in registers, no panel. acc[rows][64] is overwritten. Null where the panel path is better.
   void (*fused_w4_f32)(const TileRun&, const float* x, int64_t x_stride, int rows, float* acc);
   void (*fused_digits)(const TileRun&, const DigitRows&, int rows, float* acc);
-  int fused_rows;  // up to this many rows a fused kernel is the faster one; 0: never
+  // Up to this many rows those are the faster ones; 0: never.
+  int fused_rows_w4;
+  int fused_rows_w8;
 
-  XFormat panel_format;  // f32 or bf16_pairs
+  // More rows, by way of panels in float; null with `passes`.
   // Dequantises k tiles [first, first + count) into `panel`, which panel_rows reads.
   void (*dequantise)(const TileRun&, int64_t first, int count, void* panel);
-  // acc[r][0..63] (+)= x[r][0..k) * panel for 1 <= rows <= kMaxRowsPerPass; x_stride in elements of panel_format.
+  // acc[r][0..63] (+)= x[r][0..k) * panel for 1 <= rows <= kMaxRowsPerPass, x_stride floats apart.
   void (*panel_rows)(const void* panel, int64_t k, const void* x, int64_t x_stride, int rows, float* acc, bool first);
+
+  // More rows, in bfloat16; null without AVX512_BF16.
+  const PassKernels* passes;
 };
 
 [[nodiscard]] const MatmulKernels& matmul_kernels(CpuLevel level);
