@@ -13,7 +13,7 @@ from tilefuse.arrays import FloatArray, view_rows
 from tilefuse.emulator.artifacts import EmulatedArtifacts
 from tilefuse.emulator.xrt import EmulatedXrt
 from tilefuse.packed import PackedLinear
-from tilefuse.runtime.npu import NpuDevice
+from tilefuse.runtime.npu import EMULATED_TIMEOUT_MS, NpuDevice
 
 
 def view(array: Any) -> FloatArray:
@@ -29,6 +29,7 @@ class Rig:
     def __init__(self, artifacts: EmulatedArtifacts, **options: Any) -> None:
         self.artifacts = artifacts
         self.xrt = EmulatedXrt(**{k: options.pop(k) for k in ("contexts", "memlock", "heap") if k in options})
+        options.setdefault("timeout_ms", EMULATED_TIMEOUT_MS)
         self.device = NpuDevice(self.xrt, artifacts, "emulator", **options)
 
     def __call__(self, x: Any, layer: PackedLinear, dtype: Any = F32) -> Any:

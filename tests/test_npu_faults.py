@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -381,3 +382,47 @@ def test_an_argument_that_xrt_refuses(rig: Rig, layer: PackedLinear, x: Any, mon
         with pytest.raises(NpuError, match=r"XRT fails \(no such argument\). The context was dropped"):
             rig(x, layer)
     check_gemm(rig(x, layer), x, layer)
+
+
+def test_threads_while_everything_fails_now_and_then(
+    artifacts: EmulatedArtifacts, rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that come and go, lists, pieces, closing, and a fault every few calls: what returns is right."""
+    monkeypatch.setattr(adapter, "OPEN_ATTEMPTS", (0.001, 0.001))
+    rig = Rig(artifacts, chain=True, most_bytes=300_000)
+    schemes = [(520, Scheme(4, 128)), (64, Scheme(8, 64)), (200, Scheme(4, 32, True))]
+    layers = [make_layer(rng, 256, n, scheme, bias=True).layer for n, scheme in schemes]
+    faults = [Fault.TIMEOUT, Fault.ABORT, Fault.STALE, Fault.NO_MEMORY, Fault.BUSY, Fault.REFUSED, Fault.NO_DRIVER]
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        own = np.random.default_rng(seed)
+        for turn in range(12):
+            layer = layers[own.integers(len(layers))]
+            if turn % 4 == 3:
+                layer = make_layer(own, 256, 130, Scheme(4, 128)).layer
+            if turn % 3 == 2:
+                rig.xrt.inject(faults[own.integers(len(faults))])
+            if turn == 8:
+                rig.device.close()
+            x = own.normal(0, 1, (int(own.choice([2, 3, 70])), 256)).astype(F32)
+            try:
+                y = rig.many([(x, layer), (x, layers[0])])[0] if turn % 2 else rig(x, layer)
+                check_gemm(y, x, layer)
+            except NpuError:
+                continue
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    rig.xrt.clear_faults()
+    x = rng.normal(0, 1, (5, 256)).astype(F32)
+    check_gemm(rig(x, layers[0]), x, layers[0])
+    gc.collect()
+    assert rig.device.statistics().layers <= len(layers)
+    rig.close()

@@ -60,15 +60,20 @@ class Statistics:
     """Bytes of buffers that wait for their next use."""
 
 
-def timeout_ms() -> int:
-    """TILEFUSE_NPU_TIMEOUT_MS, or `TIMEOUT_MS`.
+EMULATED_TIMEOUT_MS = 3_600_000
+"""The same of the emulated device: what it takes an array milliseconds to compute takes it minutes, and it tells a
+deadlock from that at once."""
+
+
+def timeout_ms(default: int = TIMEOUT_MS) -> int:
+    """TILEFUSE_NPU_TIMEOUT_MS, or ``default``.
 
     Raises:
         DeviceError: It is no number of milliseconds.
     """
     text = os.environ.get("TILEFUSE_NPU_TIMEOUT_MS")
     if not text:
-        return TIMEOUT_MS
+        return default
     if not text.isdecimal() or not 1 <= int(text) < 1 << 31:
         raise DeviceError(f"TILEFUSE_NPU_TIMEOUT_MS is {text!r}: set milliseconds, 1 to {(1 << 31) - 1}, or nothing")
     return int(text)
@@ -78,7 +83,7 @@ class _Session:
     """An open device with all that is on it. Used by any number of threads, closed by the last."""
 
     def __init__(self, device: NpuDevice, module: PyXrt, artifacts: Artifacts, most_bytes: int) -> None:
-        self.timeout = timeout_ms()
+        self.timeout = timeout_ms(device.timeout_ms)
         self.xrt = Xrt(module, device.index)
         self.dropped = Dropped()
         self.pool = Pool(self.xrt, self.drop)
@@ -146,6 +151,7 @@ class NpuDevice:
         name: The device's name in messages.
         index: Which device of XRT's.
         chain: Whether `matmul_many` may send lists of runs; None to find out from the driver.
+        timeout_ms: Milliseconds that a run may take, unless TILEFUSE_NPU_TIMEOUT_MS says.
         most_bytes: Bytes of a buffer at most; larger problems go in parts.
     """
 
@@ -157,9 +163,11 @@ class NpuDevice:
         *,
         index: int = 0,
         chain: bool | None = None,
+        timeout_ms: int = TIMEOUT_MS,
         most_bytes: int = MAX_BUFFER_BYTES,
     ) -> None:
         self.name = name
+        self.timeout_ms = timeout_ms
         self.index = index
         self.chain = chain
         self._module, self._artifacts, self._most_bytes = module, artifacts, most_bytes
@@ -481,4 +489,4 @@ def open_emulator() -> NpuDevice:
             f'device="emulator" needs the array emulator, which is not installed ({error}): pip install '
             "'tilefuse[emulator]', and build tilefuse with -C cmake.define.TILEFUSE_EMULATOR=ON"
         ) from error
-    return NpuDevice(EmulatedXrt(), EmulatedArtifacts(), "emulator", chain=True)
+    return NpuDevice(EmulatedXrt(), EmulatedArtifacts(), "emulator", chain=True, timeout_ms=EMULATED_TIMEOUT_MS)
