@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -372,6 +373,7 @@ class NpuDevice:
                 raise self._failed(session, context, staged, error) from error
             except BaseException as error:
                 # An interrupt may leave the run to go on: nothing of it can be used again.
+                _forget_frames(error)
                 title = staged[0].step.title
                 failure = self._failed(session, context, staged, NpuError(f"{title}: XRT fails ({error})"))
                 if isinstance(error, RuntimeError):
@@ -400,6 +402,7 @@ class NpuDevice:
 
     def _failed(self, session: _Session, context: Context, staged: Sequence[_Staged], error: NpuError) -> NpuError:
         """What to raise for a failed run. The context is left, and with it the buffers that may still be written to."""
+        _forget_frames(error)
         for item in staged:
             if item.buffers is not None:
                 context.keep(item.buffers[0], item.buffers[2])
@@ -448,6 +451,14 @@ def _write(item: _Staged) -> bool:
         target = target[step.row : step.row + step.plan.m]
     host_buffers.write_results(step.plan, buffers[2].array[: step.y_bytes].view(np.int32), bias, target)
     return True
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Whoever keeps an error, as an interactive session does, must not keep a run by its frames, and so a context."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__
 
 
 def _abandon(session: _Session) -> None:
