@@ -277,7 +277,7 @@ class Careless:
         to_device, from_device = adapter.Buffer.to_device, adapter.Buffer.from_device
 
         def to(buffer: adapter.Buffer, nbytes: int, offset: int = 0) -> None:
-            if not self.skip_to or nbytes == MARK.size:
+            if not self.skip_to or nbytes == len(MARK):
                 to_device(buffer, nbytes, offset)
 
         def back(buffer: adapter.Buffer, nbytes: int) -> None:

@@ -64,7 +64,7 @@ def stage(plan: Plan, x: Any, perm: npt.NDArray[np.int32] | None = None, out: Wo
 def fill(plan: Plan, view: FloatArray, perm: npt.NDArray[np.int32] | None, out: Words) -> None:
     """As `stage`, into ``out``; shapes have been checked."""
     if plan.x_offset:
-        out[: plan.x_offset] = stage_parameters(plan)
+        out[: plan.x_offset] = _head(plan)
     if plan.configuration.op is Op.GEMM:
         data = out[plan.x_offset :].view(np.uint8)
         stage_activations(view, perm, plan.layout.k_tiles, plan.bands, plan.row_blocks, data, plan.joined)
@@ -76,6 +76,14 @@ def fill(plan: Plan, view: FloatArray, perm: npt.NDArray[np.int32] | None, out: 
         _spread_to_rows(plan, rows.reshape(-1), out)
     else:
         _pad(view, perm, out[plan.x_offset :].view(BFLOAT16).reshape(plan.y_rows, channels))
+
+
+def _head(plan: Plan) -> Words:
+    """As `stage_parameters`; kept with the plan, which may be staged for every token."""
+    head: Words | None = plan.__dict__.get("_head")
+    if head is None:
+        head = plan.__dict__["_head"] = stage_parameters(plan)
+    return head
 
 
 def stage_parameters(plan: Plan) -> Words:

@@ -43,13 +43,12 @@ class Pool:
         self._order: OrderedDict[Buffer, None] = OrderedDict()  # longest unused first
         self.idle_bytes = 0
 
-    def take(self, nbytes: int, group: int, what: str) -> Buffer:
-        """A buffer of at least ``nbytes``, contents undefined.
+    def take(self, size: int, group: int, what: str) -> Buffer:
+        """A buffer of ``size`` bytes, one of `size_class`, contents undefined.
 
         Raises:
             NpuMemoryError: There is no memory for it, not even with all unused ones given back.
         """
-        size = size_class(nbytes)
         with self._lock:
             free = self._free.get((size, group & BANK))
             if free:

@@ -80,6 +80,9 @@ class Context:
 
         Others go where there are too many. None if one is neither there nor in ``words``.
         """
+        if len(names) == 1 and (there := self._streams.get(names[0])) is not None:
+            self._streams.move_to_end(names[0])
+            return [there]
         found: dict[str, Instructions] = {}
         for name in names:
             stream = found.get(name) or self._streams.get(name)

@@ -14,7 +14,7 @@ from tilefuse.layout import Layout
 from tilefuse.manifest import stream_name
 from tilefuse.plan import Plan
 from tilefuse.runtime.artifacts import Artifacts
-from tilefuse.runtime.buffers import Piece, pieces_of
+from tilefuse.runtime.buffers import Piece, pieces_of, size_class
 
 SWITCH_SECONDS = 2.7e-3
 """What it costs to go from one configuration to another (observed: 2.67 ms between two contexts)."""
@@ -47,6 +47,9 @@ class Step:
     title: str
     x_bytes: int
     y_bytes: int
+    x_size: int
+    """Bytes of the buffer that the activations are in, and of the results' below."""
+    y_size: int
 
 
 class Planner:
@@ -96,6 +99,7 @@ class Planner:
             row = 0
             while row < rows:
                 chosen = self._chunk(piece.layout, rows - row, is_open)
+                x_bytes, y_bytes = arch.WORD * chosen.x_words, arch.WORD * chosen.y_words
                 title = f"{chosen.configuration.op} of {chosen.m} x {chosen.k} by {chosen.k} x {chosen.n}"
                 found.append(
                     Step(
@@ -105,8 +109,10 @@ class Planner:
                         chosen,
                         stream_name(chosen),
                         f"{title} on {chosen.configuration.name}",
-                        arch.WORD * chosen.x_words,
-                        arch.WORD * chosen.y_words,
+                        x_bytes,
+                        y_bytes,
+                        size_class(x_bytes),
+                        size_class(y_bytes),
                     )
                 )
                 # Built now if it must be: no context is waited for meanwhile.

@@ -34,8 +34,10 @@ run after 2 s and is the first to know (it has been seen to take 6)."""
 MOST_CHAINED = 16
 """Runs in a list."""
 
-MARK = np.frombuffer(bytes.fromhex("a5ff5aff") * 16, np.uint8)
+MARK = bytes.fromhex("a5ff5aff") * 16
 """Bytes that stand for "no results yet": NaNs with bits that no kernel makes."""
+
+_MARK = np.frombuffer(MARK, np.uint8)
 
 _Words = dict[str, Words]
 
@@ -342,12 +344,12 @@ class NpuDevice:
         x, layer, _ = call
         _, x_group, w_group, y_group = context.groups
         weights = session.weights.get(layer, step.index, step.piece, w_group)
-        activations = session.pool.take(step.x_bytes, x_group, "activations")
+        activations = session.pool.take(step.x_size, x_group, "activations")
         try:
             view = x if step.plan.m == _rows_of(x) else _some_rows(x, step.row, step.plan.m)
             host_buffers.fill(step.plan, view, layer.perm, activations.array[: step.x_bytes].view(np.int32))
             activations.to_device(step.x_bytes)
-            results = session.pool.take(step.y_bytes, y_group, "results")
+            results = session.pool.take(step.y_size, y_group, "results")
             _mark(results, step.y_bytes)
         except BaseException:
             session.pool.give(activations)
@@ -429,8 +431,9 @@ def _some_rows(x: FloatArray, first: int, count: int) -> FloatArray:
 
 def _mark(results: Buffer, nbytes: int) -> None:
     """Writes what no run leaves there to the end of the results: a run that is dropped without a word shows by it."""
-    results.array[nbytes - MARK.size : nbytes] = MARK
-    results.to_device(MARK.size, nbytes - MARK.size)
+    start = nbytes - len(MARK)
+    results.array[start:nbytes] = _MARK
+    results.to_device(len(MARK), start)
 
 
 def _write(item: _Staged) -> bool:
@@ -438,7 +441,7 @@ def _write(item: _Staged) -> bool:
     step, (_, layer, y), buffers = item.step, item.call, item.buffers
     assert buffers is not None
     buffers[2].from_device(step.y_bytes)
-    if np.array_equal(buffers[2].array[step.y_bytes - MARK.size : step.y_bytes], MARK):
+    if buffers[2].array[step.y_bytes - len(MARK) : step.y_bytes].tobytes() == MARK:
         return False
     target = y.numpy()
     if target.ndim == 1:
