@@ -161,9 +161,7 @@ def import_torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise SystemExit(
-            "this benchmark compares with torch, which is missing: pip install 'tilefuse[bench]'"
-        ) from None
+        raise SystemExit("this benchmark compares with torch, which is missing: pip install torch") from None
     return torch
 
 

@@ -228,7 +228,7 @@ def test_without_the_extra(module: str) -> None:
     done = run("-c", code)
     assert done.returncode == 2
     assert done.stderr == (
-        f"tilefuse: the command line needs {module}, which is not installed: pip install 'tilefuse[cli]'\n"
+        f"tilefuse: the command line needs {module}, which is not installed: pip install rich typer\n"
     )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-gguf = pytest.importorskip("gguf", reason="needs the [demo] extra: pip install 'tilefuse[demo]'")
-pytest.importorskip("tokenizers", reason="needs the [demo] extra: pip install 'tilefuse[demo]'")
+gguf = pytest.importorskip("gguf", reason="the example's reader: pip install gguf tokenizers")
+pytest.importorskip("tokenizers", reason="the example's reader: pip install gguf tokenizers")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.append(str(EXAMPLES))

@@ -17,7 +17,7 @@ def main() -> int:
 
             return doctor(sys.argv[2:])
         sys.stderr.write(
-            f"tilefuse: the command line needs {error.name}, which is not installed: pip install 'tilefuse[cli]'\n"
+            f"tilefuse: the command line needs {error.name}, which is not installed: pip install rich typer\n"
         )
         return 2
     from tilefuse.commands import run

@@ -1,7 +1,7 @@
 """The AIE2P array on this machine.
 
 `tilefuse.emulator.kernels` are the microkernels, compiled for this machine; `tilefuse.emulator.iron` is the namespace
-that runs IRON designs with them on a model of the array (it needs greenlet: ``pip install 'tilefuse[emulator]'``).
+that runs IRON designs with them on a model of the array (it needs greenlet: ``pip install greenlet``).
 """
 
 from __future__ import annotations

@@ -49,6 +49,11 @@ class BoundKernel:
         """(position of an index, number of values that it may have)."""
         if kernel.name in registered:
             python = registered[kernel.name]
+            if not isinstance(python, PythonKernel):
+                raise DeviceError(
+                    f"kernels['{kernel.name}'] is a {type(python).__name__}: wrap it, "
+                    "PythonKernel(f, cycles, writes=(2,)) with the positions of the arguments that it writes"
+                )
             self._function = python.function
             self.cycles = float(python.cycles)
             self._writes = [i in python.writes for i in range(len(self._types))]
@@ -117,7 +122,10 @@ class BoundKernel:
             if self._writes[i]:
                 memory.written = True
             elif not memory.written:
-                raise DataflowError(f"{self.name} reads {memory.label} (argument {i}) before anything wrote it")
+                remedy = (
+                    "" if self._function is None else f"; if it writes it, name it: PythonKernel(..., writes=({i},))"
+                )
+                raise DataflowError(f"{self.name} reads {memory.label} (argument {i}) before anything wrote it{remedy}")
             memories.append(memory)
         for i, extent in self._limits:
             if not 0 <= memories[i] < extent:
@@ -152,6 +160,7 @@ def find_entry_point(symbol: str) -> EntryPoint:
         raise DeviceError(
             f"no kernel has a function '{symbol}' in this build"
             + (f"; alike: {', '.join(alike)}" if alike else "; see tilefuse.emulator.kernels.names()")
+            + f"; or pass load(program, kernels={{'{symbol}': PythonKernel(...)}})"
         )
     return symbols[symbol]
 

@@ -18,7 +18,7 @@ from greenlet import getcurrent, greenlet
 
 from tilefuse import arch
 from tilefuse._buffers import address
-from tilefuse.emulator.engine import Bytes, Clock, Ring
+from tilefuse.emulator.engine import Bytes, Clock, Flow, Ring, RingSink
 from tilefuse.emulator.values import ArrayType, RuntimeInt, known
 from tilefuse.errors import DataflowError, DeviceError, TileFuseError
 
@@ -152,6 +152,10 @@ class CorePort:
         """Objects that the worker could acquire now."""
         return self.ring.free if self.is_prod else self.ring.filled
 
+    def holds(self) -> str:
+        """What the worker holds of it, in words; empty if nothing."""
+        return f"{len(self.held)} of '{self.ring.fifo}'" if self.held else ""
+
     def take(self) -> None:
         """Acquires one more object, which is there."""
         ring = self.ring
@@ -268,7 +272,9 @@ class Core:
         kind = f"room for {count} {objects}" if port.is_prod else f"{count} {objects}"
         ring = port.ring
         held = f", holding {len(port.held)}" if port.held else ""
-        return f"{self} waits for {kind} of fifo '{ring.fifo}'{held}: {ring.state()} in {ring.place}"
+        others = [text for other in self.ports.values() if other is not port and (text := other.holds())]
+        also = f"; it holds {' and '.join(others)}" if others else ""
+        return f"{self} waits for {kind} of fifo '{ring.fifo}'{held}: {ring.state()} in {ring.place}{also}"
 
     # --- what the worker's function does ---
 
@@ -360,3 +366,18 @@ class Core:
         self.calls[bound.name] += 1
         if self.spans is not None:
             self.spans.append((start, self.time, bound.name))
+
+
+def holders(flow: Flow | None) -> list[str]:
+    """The cores that hold objects of what ``flow`` brings, or of what that is forwarded to, in words."""
+    reached, found = [flow] if flow is not None else [], []
+    for each in reached:
+        for ring in (ring for sink in each.sinks if isinstance(sink, RingSink) for ring in sink.rings):
+            reader = ring.reader
+            if isinstance(reader, Flow) and reader not in reached:
+                reached.append(reader)
+            elif isinstance(reader, Core):
+                for port in reader.ports.values():
+                    if port.ring is ring and port.held:
+                        found.append(f"{reader.name} holds {port.holds()} and has not released it")
+    return found

@@ -14,10 +14,7 @@ from __future__ import annotations
 try:
     import greenlet as _greenlet  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        "the array emulator runs workers as greenlets: install them with `pip install 'tilefuse[emulator]'`, or "
-        "`pip install greenlet`"
-    ) from error
+    raise ImportError("the array emulator runs workers as greenlets: `pip install greenlet`") from error
 from tilefuse.emulator.array import Design
 from tilefuse.emulator.binding import PythonKernel
 from tilefuse.emulator.configuration import Configuration, load

@@ -243,9 +243,16 @@ class Runtime:
     """The run-time sequence: ``seq_fn(*fn_args)``, where types stand for the host's buffers."""
 
     def __init__(
-        self, seq_fn: Callable[..., None], fn_args: Sequence[Any] | None = None, *, strict_task_groups: bool = True
+        self,
+        seq_fn: Callable[..., None] | None = None,
+        fn_args: Sequence[Any] | None = None,
+        *,
+        strict_task_groups: bool = True,
     ) -> None:
-        self.seq_fn = seq_fn
+        if not callable(seq_fn):
+            given = "Runtime()" if seq_fn is None else f"Runtime({seq_fn!r})"
+            raise DtypeError(f"{given}: IRON 1.4 takes the sequence as a function: Runtime(function, arguments)")
+        self.seq_fn: Callable[..., None] = seq_fn
         self.strict_task_groups = strict_task_groups
         self.data: list[RuntimeData] = []
         self.fifos: list[ObjectFifoHandle] = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from greenlet import getcurrent
 
 from tilefuse import arch
-from tilefuse.emulator.cores import coroutine
+from tilefuse.emulator.cores import coroutine, holders
 from tilefuse.emulator.engine import Bytes, Clock, Flow
 from tilefuse.emulator.taps import TensorAccessPattern, Walker, shim_descriptor
 from tilefuse.emulator.values import ArrayType
@@ -377,9 +377,11 @@ class Sequence:
             raise DataflowError(f"{task.label} is freed twice")
         if task.done is None:
             assert task.channel is not None
+            holding = holders(task.channel.flow)
+            held = f". If it can't end: {'; '.join(holding)}" if holding else ""
             raise DataflowError(
                 f"{task.label} is freed too early: {task.progress()} have been moved, and its descriptor may be "
-                "overwritten; wait for it (wait=True), or for a drain that can only end after it"
+                f"overwritten; wait for it (wait=True), or for a drain that can only end after it{held}"
             )
         task.freed = True
         assert task.channel is not None

@@ -181,6 +181,7 @@ class Report:
             f"  command processor: {self.tasks} tasks, {self.waits} waits, {_time(self.processor)}; "
             f"at most {self.max_in_flight} tasks in flight on a channel",
             f"  {self.bottleneck}",
+            "  not counted: scalar code of workers beside locks and calls",
         ]
         return "\n".join(lines)
 

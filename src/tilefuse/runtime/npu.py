@@ -501,6 +501,6 @@ def open_emulator() -> NpuDevice:
     except ImportError as error:
         raise DeviceError(
             f'device="emulator" needs the array emulator, which is not installed ({error}): pip install '
-            "'tilefuse[emulator]', and build tilefuse with -C cmake.define.TILEFUSE_EMULATOR=ON"
+            "greenlet, and build tilefuse with -C cmake.define.TILEFUSE_EMULATOR=ON"
         ) from error
     return NpuDevice(EmulatedXrt(), EmulatedArtifacts(), "emulator", chain=True, timeout_ms=EMULATED_TIMEOUT_MS)

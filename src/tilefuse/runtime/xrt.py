@@ -417,6 +417,7 @@ def load_module() -> PyXrt:
     except (ImportError, OSError) as error:
         raise NpuUnavailable(
             'device="npu" needs pyxrt, the Python module of XRT, built for this Python, and it can\'t be imported '
-            f'({error}): {DOCTOR}; device="emulator" and device="cpu" compute the same without it'
+            f'({error}): {DOCTOR}; device="emulator" runs the same code without it, device="cpu" computes more '
+            "precisely"
         ) from error
     return found
