@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from layers import F32, Scheme, make_layer
+from rich.console import Console
 
 import tilefuse as tf
 from tilefuse import Layout, ZeroKind, arch, commands, errors, plan, runtime
@@ -655,6 +656,21 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     out = shown("512 4096 4096", monkeypatch, capsys, npu=True)
     assert "doctor" not in out
     assert "choice: npu\n" in out
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_command_drops_no_digits(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "Console", lambda: Console(width=width, force_terminal=True, color_system=None))
+    lines = shown("4096 4096 65536", monkeypatch, capsys, npu=True).splitlines()
+    rates = default_rates(runtime.cpu_level(), tf.get_num_threads())
+    total = npu_estimate(Layout(4096, 65536, 4, 128), 4096, rates).total * 1e3
+    assert 100 < total < 10000
+    (row,) = [line for line in lines if line.startswith(" npu ") and "+" not in line]
+    assert row.split()[-1] == f"{total:,.1f}"
+    assert max(map(len, lines[:6])) <= 80
+    assert "…" not in "".join(lines)
 
 
 def test_command_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

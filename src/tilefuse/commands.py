@@ -27,6 +27,9 @@ from tilefuse.layout import DEFAULT_COLUMNS, Layout, ZeroKind
 if TYPE_CHECKING:
     from tilefuse.routing import Routing
 
+_ROUTE_WIDTH = 80
+"""Columns that the table of `route` needs at most."""
+
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Packed quantised linear layers."
 )
@@ -194,21 +197,26 @@ def route(
         sys.stdout.write(json.dumps(found.to_json(), indent=1) + "\n")
         return
     console = Console()
-    if not console.is_terminal:
-        console.width = 200
+    # A narrower terminal folds the lines; the table must not drop digits.
+    console.width = max(console.width, _ROUTE_WIDTH)
     console.print(_route_table(found))
     for line in found.lines():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _route_table(found: Routing) -> Table:
-    table = Table(title=Text(found.title), title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=Text(f"{found.title}; ms"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("device", "bound by"):
-        table.add_column(heading)
-    for heading in ("work, us", "call, us", "staging, us", "switch, us", "total, us"):
-        table.add_column(heading, justify="right")
-    table.add_column("figures")
-    for name, estimate, figures in found.options():
+        table.add_column(heading, overflow="fold")
+    for heading in ("work", "call", "staging", "switch", "total"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, estimate in found.options():
         parts = (estimate.work, estimate.overhead, estimate.staging, estimate.switch, estimate.total)
-        table.add_row(name, estimate.bottleneck, *(f"{part * 1e6:,.1f}" for part in parts), figures)
+        table.add_row(name, estimate.bottleneck, *map(_milliseconds, parts))
     return table
+
+
+def _milliseconds(seconds: float) -> str:
+    """With three decimals, or as many as leave three digits and more."""
+    ms = seconds * 1e3
+    return f"{ms:.3f}" if ms < 100 else f"{ms:,.0f}" if ms >= 1e4 else f"{ms:,.1f}"

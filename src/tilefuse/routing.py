@@ -58,18 +58,20 @@ class Routing:
         group = "channel" if lay.group >= lay.k else lay.group
         return f"M = {self.m}, K = {lay.k}, N = {lay.n}, w{lay.bits} g={group} {lay.zero.value}, {lay.columns} columns"
 
-    def options(self) -> Iterator[tuple[str, Estimate, str]]:
-        """Each option: what it is called, its estimate, and where its figures come from."""
-        yield "cpu", self.cpu, f"{self.rates.source}; {self.level}, {self.threads} threads"
-        modelled = f"modelled; staging {self.rates.source}"
-        if not self.npu_usable:
-            modelled += "; not usable here: run tilefuse doctor"
+    def options(self) -> Iterator[tuple[str, Estimate]]:
+        """Each option: what it is called, and its estimate."""
+        yield "cpu", self.cpu
         if self.npu is not None and self.npu_switched is not None:
-            yield "npu", self.npu, modelled
-            yield "npu, another xclbin open", self.npu_switched, modelled
+            yield "npu", self.npu
+            yield "npu + switch", self.npu_switched
 
     def lines(self) -> Iterator[str]:
-        """What is said below the table."""
+        """What is said below the table: where its figures come from, and what follows from them."""
+        yield f"cpu: {self.rates.source}; {self.level}, {self.threads} threads"
+        if self.npu is not None:
+            unusable = "" if self.npu_usable else "; not usable here: run tilefuse doctor"
+            yield f"npu: modelled; staging {self.rates.source}{unusable}"
+            yield "npu + switch: with another xclbin open"
         if self.refused:
             yield f"npu: the array can't run it: {self.refused}"
         if self.npu is not None:
