@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -40,24 +41,30 @@ class Processor:
     """A thread that runs what it is given, one after another, from the first call on."""
 
     def __init__(self) -> None:
+        self._begin()
+        _processors.add(self)
+
+    def _begin(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._stopped = False
         self.gate = threading.Event()
         """What a stalled run waits for."""
-        _processors.add(self)
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Runs ``job`` on the thread, later."""
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=_work, args=(self._jobs,), name="tilefuse-emulated-npu", daemon=True
-                    )
-                    self._thread.start()
-        self._jobs.put(job)
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Runs ``job`` on the thread, later; False if that was stopped, as it is when the interpreter ends."""
+        with self._lock:
+            if self._stopped:
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_work, args=(self._jobs,), name="tilefuse-emulated-npu", daemon=True
+                )
+                self._thread.start()
+            self._jobs.put(job)
+            return True
 
     def post(self, job: Callable[[], None]) -> None:
         """As `submit`, where there is a thread; may be called by the garbage collector."""
@@ -72,9 +79,11 @@ class Processor:
             done.wait()
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, once all that was submitted has run."""
         self.gate.set()
-        self._jobs.put(None)
+        with self._lock:
+            self._stopped = True
+            self._jobs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(10)
 
@@ -86,6 +95,16 @@ _processors: weakref.WeakSet[Processor] = weakref.WeakSet()
 def _stop_all() -> None:
     for processor in list(_processors):
         processor.stop()
+
+
+def _begin_all() -> None:
+    # A fork has no threads but the one that forked.
+    for processor in list(_processors):
+        processor._begin()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_begin_all)
 
 
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -200,7 +200,8 @@ class System:
         # In a list, which is emptied before the host goes on: what it counts as live must be gone by then.
         command = [(context, arguments)]
         del context, arguments
-        self.processor.submit(partial(self._process, command, fault, pending, after))
+        if not self.processor.submit(partial(self._process, command, fault, pending, after)):
+            pending.end(self._failed(ert_cmd_state.ERT_CMD_STATE_ABORT, command[0][0], "Stopped", "the process ends"))
 
     def _process(
         self,
