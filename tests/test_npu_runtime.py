@@ -180,7 +180,7 @@ def test_a_configuration_that_is_open_is_preferred(artifacts: EmulatedArtifacts)
     assert best[64].configuration != best[512].configuration
     (alone,) = planner.steps(layout, 512, list)
     assert alone.plan == best[512]
-    planner.forget(layout, 512)
+    planner = jobs.Planner(artifacts, plan.MAX_BUFFER_BYTES)
     (step,) = planner.steps(layout, 512, lambda: [best[64].configuration])
     assert step.plan.configuration == best[64].configuration
     assert step.plan.costs.total <= best[512].costs.total + jobs.SWITCH_SECONDS
@@ -431,28 +431,54 @@ atexit.register(npu._close_all)
     assert done.stdout.split() == ["True", "False"]
 
 
-def _in_child(rig: Rig, x: Any, layer: PackedLinear, queue: Any) -> None:
+def _in_child(rig: Rig, x: Any, layers: list[PackedLinear], queue: Any) -> None:
+    before = rig.xrt.live()
     try:
-        rig(x, layer)
+        rig(x, layers[0])
     except NpuError as error:
-        rig.device.close()
         queue.put(str(error))
+    layers.pop()
+    gc.collect()
+    rig.device.statistics()
+    rig.device.close()
+    gc.collect()
+    queue.put((before, rig.xrt.live()))
+    queue.put(rig(x, layers[0]))
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_process_is_told(rig: Rig, rng: Rng) -> None:
-    """The parent's device is of no use there, and giving it back would take it from the parent."""
-    layer, x = layer_of(rng), activations(rng, 2)
-    want = rig(x, layer)
+    """The parent's device is of no use there, and giving any of it back would take it from the parent.
+
+    Once it is closed there, the child opens its own.
+    """
+    layers, x = [layer_of(rng), layer_of(rng)], activations(rng, 2)
+    wanted = [rig(x, layer) for layer in layers]
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=_in_child, args=(rig, x, layer, queue))
-    child.start()
+    with rig.device._condition:  # as another thread may have it
+        child = context.Process(target=_in_child, args=(rig, x, layers, queue))
+        child.start()
     said = queue.get(timeout=60)
+    before, after = queue.get(timeout=60)
+    computed = queue.get(timeout=60)
     child.join()
     assert "opened before this process was forked" in said
     assert '"spawn"' in said
-    np.testing.assert_array_equal(rig(x, layer), want)
+    assert before.buffers > 2
+    assert after == before
+    np.testing.assert_array_equal(computed, wanted[0])
+    for layer, want in zip(layers, wanted, strict=True):
+        np.testing.assert_array_equal(rig(x, layer), want)
+
+
+def test_a_run_when_the_emulated_device_has_stopped(rig: Rig, rng: Rng) -> None:
+    """Threads may go on while the interpreter ends, which must not wait for them for ever."""
+    layer, x = layer_of(rng), activations(rng, 2)
+    rig(x, layer)
+    rig.xrt._system.processor.stop()
+    with pytest.raises(NpuError, match=r"ended as ABORT .*: the process ends"):
+        rig(x, layer)
 
 
 def test_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,11 +88,6 @@ class Planner:
                         self._jobs.popitem(last=False)
         return found
 
-    def forget(self, layout: Layout, rows: int) -> None:
-        """Plans anew when asked again."""
-        with self._lock:
-            self._jobs.pop((layout, rows), None)
-
     def _plan(self, layout: Layout, rows: int, is_open: Collection[Configuration]) -> list[Step]:
         found = []
         for index, piece in enumerate(pieces_of(layout, self._most)):

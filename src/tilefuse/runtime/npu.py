@@ -103,6 +103,11 @@ class _Session:
         self.lists = 0
         self.counting = threading.Lock()
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is what a fork has left of its parent's: nothing of it may be used, or given back."""
+        return self.pid != os.getpid()
+
     def drop(self, buffer: Buffer) -> None:
         """Frees a buffer as soon as no run is bound to it: now, unless something runs just now. Waits for nothing."""
         self.dropped.add(buffer)
@@ -110,6 +115,8 @@ class _Session:
 
     def reap(self) -> None:
         """Frees buffers that were dropped. Waits for nothing."""
+        if self.is_copy:
+            return
         gone = self.dropped.take()
         if gone and not self.contexts.forget(set(gone)):
             for buffer in gone:
@@ -246,20 +253,21 @@ class NpuDevice:
 
     def close(self) -> None:
         """Gives everything back, once what runs has ended. The next product opens the device anew."""
-        copied = self._session
-        if copied is not None and copied.pid != os.getpid():  # before any lock, which another thread may have had
-            self._session = None
-            _abandon(copied)
-            return
         with self._condition:
             session, self._session = self._session, None
-            if session is None:
+            if session is None or session.is_copy:
                 return
             session.closing = True
             self._condition.wait_for(lambda: not session.users, timeout=2 * session.timeout / 1000)
             session.closing = False
             if not session.users:
                 session.close()
+
+    def _after_fork(self) -> None:
+        """In the child: other threads had the lock, perhaps. What is on the device is kept for the process's life."""
+        self._condition = threading.Condition()
+        if self._session is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._session))
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -273,7 +281,7 @@ class NpuDevice:
 
     def _enter(self) -> _Session:
         session = self._session
-        if session is not None and session.pid != os.getpid():
+        if session is not None and session.is_copy:
             raise NpuError(
                 f"device {self.name!r} was opened before this process was forked, and a device can't be shared so: "
                 'start processes with multiprocessing\'s "spawn", or open the device after the fork'
@@ -464,11 +472,6 @@ def _forget_frames(error: BaseException) -> None:
         found = found.__cause__
 
 
-def _abandon(session: _Session) -> None:
-    """Keeps what a fork copied for as long as the process lives: giving it back would take it from the parent."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
-
-
 _OPENED: weakref.WeakSet[NpuDevice] = weakref.WeakSet()
 
 
@@ -478,6 +481,16 @@ def _close_all() -> None:
     for device in list(_OPENED):
         with contextlib.suppress(TileFuseError):
             device.close()
+
+
+def _after_fork() -> None:
+    """XRT's objects must not be destroyed in a child: the driver's file is shared, and the parent would lose them."""
+    for device in list(_OPENED):
+        device._after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def open_npu() -> NpuDevice:
