@@ -56,6 +56,23 @@ def test_gemv_of_every_scheme(device: str, rng: Rng, scheme: Scheme) -> None:
     )
 
 
+@pytest.mark.parametrize("scheme", [Scheme(4, 128), Scheme(8, 32), Scheme(4, 32, True)], ids=str)
+def test_an_outlier_channel(device: str, rng: Rng, scheme: Scheme) -> None:
+    """A channel 100 times the others: within the derived bound and the array's gate (docs/numerics.md), and not within
+    the one of the other devices. One row keeps more bits, and is."""
+    known = make_layer(rng, 512, 512, scheme, bias=True)
+    x = activations(rng, 64, 512)
+    x[:, 5] *= 100
+    y = tf.gemm(x, known.layer, device=device)
+    check_gemm(y, x, known.layer)
+    assert gemm_error(y, x, known.layer, array=True).ok
+    assert not gemm_error(y, x, known.layer).ok
+    rounded = tf.gemm(x, known.layer, device=device, out_dtype=BF16)  # twice: before and after the bias
+    check_gemm(rounded, x, known.layer)
+    assert gemm_error(rounded, x, known.layer, array=True).ok
+    assert gemm_error(tf.gemv(x[0], known.layer, device=device).astype(BF16), x[0], known.layer).ok
+
+
 @pytest.mark.parametrize("columns", [8, 7, 5, 4])
 def test_columns(device: str, rng: Rng, columns: int) -> None:
     known = make_layer(rng, 300, 64 * columns + 10, Scheme(4, 64), columns=columns)

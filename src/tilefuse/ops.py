@@ -86,7 +86,8 @@ def gemm(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = N
     """``y = x W + bias`` for a matrix of activations.
 
     Activations are rounded to bfloat16, products are summed in float32 over all of K, and the result is rounded once;
-    `tilefuse.testing` states the bound.
+    `tilefuse.testing` states the bound. On the array ("npu", "emulator") activations are then rounded to bfp16, and
+    results to bfloat16: docs/numerics.md.
 
     Args:
         x: [M, K] float32, bfloat16 or float16; NumPy (ml_dtypes for bfloat16) or a torch CPU tensor; any strides; M may
