@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tilefuse
 from tilefuse.emulator import iron
 from tilefuse.emulator.iron import PythonKernel
 from tilefuse.errors import DataflowError, DeadlockError, DeviceError, DtypeError
+from tilefuse.testing import assert_gemm_close
 
 PAGE = Path(__file__).parents[1] / "docs" / "emulated-array.md"
 
@@ -47,6 +49,21 @@ def test_the_example_runs_as_written(names: dict[str, Any], capsys: pytest.Captu
     assert [core.kernel for core in report.cores] == [320, 320]
     assert (report.dram_read, report.dram_written) == (2 * 4096 * 4, 4096 * 4)
     assert str(report).endswith("not counted: scalar code of workers beside locks and calls")
+
+
+def test_the_readme_s_examples_run_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
+    use, *emulated = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    left: dict[str, Any] = {"np": np, "tf": tilefuse}
+    # The first part takes a checkpoint.
+    exec(use[use.index("w = np.random") :], left)
+    for code in emulated[:2]:
+        exec(code, left)
+    assert left["y"].shape == (300, 128)
+    assert_gemm_close(left["y"], left["x"], left["mine"], array=True)
+    out = capsys.readouterr().out
+    assert "gemm of 300 x 256 by 256 x 128" in out
+    assert "modelled: " in out
 
 
 def test_the_namespace_has_what_the_page_lists() -> None:
