@@ -130,6 +130,30 @@ def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert default_folder() == root / "build" / "xclbins"
 
 
+def test_the_folder_of_who_has_neither_a_home_nor_a_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    monkeypatch.delenv("TILEFUSE_XCLBINS", raising=False)
+    monkeypatch.setattr(module.shapes, "default_file", lambda: tmp_path / "designs" / "shapes.toml")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "tilefuse" / "xclbins"
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert default_folder() == Path("build/xclbins")
+
+
+def test_a_folder_whose_name_is_too_long() -> None:
+    with pytest.raises(ArtifactsError, match=r"can't read x.*: File name too long"):
+        FolderArtifacts(Path("x" * 6000)).xclbin(GEMM)
+
+
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -143,12 +167,13 @@ def test_a_folder_without_a_manifest(tmp_path: Path) -> None:
     [
         (lambda d: d.update(version=99), r"is of version 99, and this tilefuse reads 1: run `make xclbins` again"),
         (lambda d: d.pop("built"), "manifest.json is damaged"),
+        (lambda d: built(d)["xclbin"].update(file="x" * 5000), "missing in"),
         (lambda d: built(d).update(kernel=3), "manifest.json is damaged"),
         (lambda d: stream(d).update(tasks="0" * 64), "built from another plan than today's: run `make xclbins` again"),
         (lambda d: stream(d).update(parameters=[1, 2]), "built from another plan than today's"),
         (lambda d: stream(d)["artifact"].update(sha256="0" * 64), r"128x512x512_2b.bin is not what was built"),
     ],
-    ids=["version", "damaged", "types", "tasks", "parameters", "hash of a stream"],
+    ids=["version", "damaged", "a long name", "types", "tasks", "parameters", "hash of a stream"],
 )
 def test_a_manifest_that_does_not_fit(folder: Path, change: Callable[[Any], object], message: str) -> None:
     edit(folder, change)

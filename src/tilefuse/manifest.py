@@ -7,6 +7,7 @@ not there; `Manifest.find` gives what runs a plan, and `load` the bytes of an ar
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
@@ -175,7 +176,7 @@ def read(folder: Path, *, files: bool = True) -> Manifest:
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
         raise ManifestError(f"{path} is damaged ({type(error).__name__}: {error}): {AGAIN}") from None
     if files:
-        missing = [artifact.file for artifact in manifest.artifacts() if not (folder / artifact.file).is_file()]
+        missing = [artifact.file for artifact in manifest.artifacts() if not os.path.isfile(folder / artifact.file)]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ManifestError(f"{path} lists {', '.join(missing[:3])}{more}, missing in {folder}: {AGAIN}")

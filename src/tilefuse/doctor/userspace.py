@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,7 +177,7 @@ def artifacts(system: System) -> Iterator[Finding]:
     try:
         found = manifest.read(folder)
     except manifest.ManifestError as error:
-        there = (folder / manifest.NAME).exists()
+        there = os.path.exists(folder / manifest.NAME)
         status = Status.BROKEN if there else Status.MISSING
         yield Finding("artifacts", status, f"{str(error).partition(': run ')[0]} ({origin})", remedy)
         return

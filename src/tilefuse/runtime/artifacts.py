@@ -74,17 +74,21 @@ class ArtifactsError(ManifestError, DeviceError):
 def default_folder() -> Path:
     """$TILEFUSE_XCLBINS, else build/xclbins here or in the checkout if there is a manifest, else the user's own folder.
 
-    The last is $XDG_DATA_HOME/tilefuse/xclbins, or ~/.local/share/tilefuse/xclbins.
+    The last is $XDG_DATA_HOME/tilefuse/xclbins, or ~/.local/share/tilefuse/xclbins; build/xclbins for who has no home.
     """
     named = os.environ.get(ENVIRONMENT)
     if named:
         return Path(named)
     built = Path("build") / "xclbins"
-    for folder in (Path.cwd(), shapes.default_file().parent.parent):
-        if (folder / built / manifest.NAME).is_file():
-            return folder / built
+    # isfile is false of what may not be looked at, and of everything in a working directory that was removed.
+    for folder in (Path(), shapes.default_file().parent.parent):
+        if os.path.isfile(folder / built / manifest.NAME):
+            return (folder / built).absolute()
     data = os.environ.get("XDG_DATA_HOME")
-    return (Path(data) if data else Path.home() / ".local" / "share") / "tilefuse" / "xclbins"
+    try:
+        return (Path(data) if data else Path.home() / ".local" / "share") / "tilefuse" / "xclbins"
+    except RuntimeError:  # there is no home
+        return built
 
 
 class FolderArtifacts:
@@ -267,7 +271,7 @@ class FolderArtifacts:
         try:
             known = self._manifest()
         except ManifestError:
-            if (self.folder / manifest.NAME).exists():
+            if os.path.exists(self.folder / manifest.NAME):
                 raise  # damaged, or of another version: nothing is built over it
             return f"{self.folder} has no {manifest.NAME} (${ENVIRONMENT} may name another folder)"
         try:
