@@ -198,6 +198,23 @@ def test_no_context(rig: Rig, layer: PackedLinear, x: Any) -> None:
     check_gemm(rig(x, layer), x, layer)
 
 
+@pytest.mark.parametrize(
+    ("of", "method", "message"),
+    [("xclbin", "get_kernels", "XRT can't read"), ("kernel", "group_id", "the driver gives no context")],
+)
+def test_an_xclbin_that_xrt_has_trouble_with(
+    rig: Rig, layer: PackedLinear, x: Any, monkeypatch: pytest.MonkeyPatch, of: str, method: str, message: str
+) -> None:
+    def trouble(*arguments: object) -> None:
+        raise RuntimeError("no such section")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(rig.xrt, of), method, trouble)
+        with pytest.raises(NpuError, match=f"{message}.*no such section"):
+            rig(x, layer)
+    check_gemm(rig(x, layer), x, layer)
+
+
 def test_no_context_until_another_is_closed(rig: Rig, layer: PackedLinear, x: Any) -> None:
     want = rig(x[0], layer)
     rig.xrt.inject(Fault.BUSY)

@@ -202,9 +202,9 @@ class Context:
         module, title = xrt.module, f"{path.name}, kernel {kernel!r}"
         try:
             xclbin = module.xclbin(str(path))
+            declared = {found.get_name(): found.get_num_args() for found in xclbin.get_kernels()}
         except RuntimeError as error:
             raise NpuError(f"XRT can't read {path}: {error}; build it anew with `make xclbins`") from error
-        declared = {found.get_name(): found.get_num_args() for found in xclbin.get_kernels()}
         if kernel not in declared:
             raise NpuError(
                 f"{path} has no kernel {kernel!r}, only {', '.join(sorted(declared)) or 'none'}: it is not what the "
@@ -219,14 +219,14 @@ class Context:
             uuid = xrt.device.register_xclbin(xclbin)
             self._context: Any = module.hw_context(xrt.device, uuid)
             self._kernel: Any = module.kernel(self._context, kernel)
+            self.groups = (
+                int(self._kernel.group_id(1)),
+                *(int(self._kernel.group_id(FIRST_BUFFER + i)) for i in range(BUFFERS)),
+            )
         except (RuntimeError, MemoryError) as error:
             raise NpuError(
                 f"{title}: the driver gives no context ({error}); {_listed(_CONTEXTS, *_CAUSES['ERROR'][:3])}"
             ) from error
-        self.groups = (
-            int(self._kernel.group_id(1)),
-            *(int(self._kernel.group_id(FIRST_BUFFER + i)) for i in range(BUFFERS)),
-        )
         self._module = module
 
     def run(self, instructions: Buffer) -> RunObject:
