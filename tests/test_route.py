@@ -23,9 +23,9 @@ from rich.console import Console
 import tilefuse as tf
 from tilefuse import Layout, ZeroKind, arch, commands, errors, plan, runtime
 from tilefuse.arrays import FloatArray
-from tilefuse.manifest import ManifestError
 from tilefuse.packed import PackedLinear
 from tilefuse.runtime import rates as rates_module
+from tilefuse.runtime.artifacts import ArtifactsError
 from tilefuse.runtime.cpu import CpuDevice
 from tilefuse.runtime.estimates import Crossover, cpu_estimate, crossovers, npu_estimate
 from tilefuse.runtime.npu import NpuDevice
@@ -422,10 +422,6 @@ def test_without_an_npu(
     assert str(error) in record.getMessage()
 
 
-class NotBuilt(errors.NpuError, ManifestError):
-    """As the device raises where something was not built."""
-
-
 @pytest.mark.parametrize(
     ("error", "same", "other_rows", "other_layer"),
     [
@@ -435,7 +431,7 @@ class NotBuilt(errors.NpuError, ManifestError):
         (errors.NpuMemoryError("memlock"), False, False, True),
         (errors.PlanError("too large"), False, True, False),
         (errors.ToolchainError("no stream for this shape"), False, True, False),
-        (NotBuilt("no stream for this shape"), False, True, False),
+        (ArtifactsError("no stream for this shape"), False, True, False),
         (errors.QuantizationError("x[0, 0] is NaN"), True, True, True),
     ],
 )

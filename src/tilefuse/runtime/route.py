@@ -208,14 +208,12 @@ class AutoDevice:
             self._opened = True
 
     def _fall_back(self, error: TileFuseError, router: Router, layer: PackedLinear, m: int) -> None:
-        from tilefuse.manifest import ManifestError
-
         if isinstance(error, QuantizationError):
             after = "this call runs on the CPU"  # a NaN or Inf in these activations; the next may have none
         elif isinstance(error, NpuMemoryError):
             router.give_up_layer(layer)
             after = "this layer runs on the CPU from now on"
-        elif isinstance(error, NpuError) and not isinstance(error, ManifestError):
+        elif isinstance(error, NpuError):
             self._npu = None
             after = "everything runs on the CPU from now on"
         else:
