@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import tilefuse
 from tilefuse.emulator import iron
 from tilefuse.emulator.iron import PythonKernel
 from tilefuse.errors import DataflowError, DeadlockError, DeviceError, DtypeError
+from tilefuse.runtime.npu import open_emulator
 from tilefuse.testing import assert_gemm_close
 
 PAGE = Path(__file__).parents[1] / "docs" / "emulated-array.md"
@@ -131,6 +133,14 @@ def test_slips(old: str, new: str, error: type[Exception], message: str) -> None
     run = changed(old, new)
     with pytest.raises(error, match=message):
         run()
+
+
+def test_without_the_emulator_the_device_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tilefuse.emulator.artifacts", None)
+    with pytest.raises(
+        DeviceError, match=r"needs the array emulator.*pip install greenlet, and build tilefuse with -C"
+    ):
+        open_emulator()
 
 
 def test_a_deadlock_says_what_a_worker_holds_of_other_fifos() -> None:
