@@ -63,16 +63,16 @@ def test_every_m_around_the_blocking_edges(rng: np.random.Generator, cpu_level: 
     x = activations(rng, 70, 352)
     for m in range(1, 71):
         assert_gemm_close(tf.gemm(x[:m], known.layer), x[:m], known.weights)
-    many = tf.gemm(x, known.layer)
-    for m in (25, 48, 69):
-        np.testing.assert_array_equal(tf.gemm(x[:m], known.layer), many[:m])
+    x = activations(rng, 200, 352)
+    for fewer, more in ((5, 20), (17, 32), (150, 200)):
+        np.testing.assert_array_equal(tf.gemm(x[:fewer], known.layer), tf.gemm(x[:more], known.layer)[:fewer])
 
 
 @pytest.mark.parametrize("scheme", EDGE_SCHEMES, ids=str)
 def test_around_the_crossovers(rng: np.random.Generator, cpu_level: str, scheme: Scheme) -> None:
     known = make_layer(rng, 160, 70, scheme)
     x = activations(rng, 400, 160)
-    for m in (95, 96, 97, 127, 128, 129, 191, 193, 255, 257, 383, 384, 385, 400):
+    for m in (32, 33, 48, 49, 64, 65, 95, 96, 97, 112, 113, 127, 128, 129, 191, 193, 255, 257, 383, 384, 385, 400):
         assert_gemm_close(tf.gemm(x[:m], known.layer), x[:m], known.weights)
 
 

@@ -18,9 +18,19 @@ namespace {
 
 constexpr int kVectors = kNt / 16;  // vectors of 32-bit lanes that hold the 64 output channels
 
-// How far ahead of the loads the codes are prefetched: hardware prefetchers stop at each 4 KiB page, a tile is about
-// that.
-constexpr int64_t kPrefetchBytes = 4096;
+// Hardware prefetchers stop at each 4 KiB page, a tile is about that: kernels prefetch the tile kTilesAhead of theirs,
+// each line as its counterpart is read.
+constexpr int64_t kTilesAhead = 1;
+
+inline void prefetch(const std::byte* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+// What follows the codes, scales and zero points, of one group of a tile.
+inline void prefetch_scales(const TileLayout& layout, const std::byte* tile, int group) {
+  const std::byte* ahead = tile + kTilesAhead * layout.tile_bytes;
+  const int64_t zero_bytes = layout.zero == ZeroKind::z8 ? kNt : 2 * kNt;
+  for (int64_t i = 0; i < 2 * kNt; i += 64) prefetch(ahead + layout.scale_offset + group * (2 * kNt) + i);
+  for (int64_t i = 0; i < zero_bytes; i += 64) prefetch(ahead + layout.zero_offset + group * zero_bytes + i);
+}
 
 inline __m512 load_bf16(const std::byte* p) {
   const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -69,14 +79,14 @@ inline int32_t load_i32(const int8_t* p) {
 // 4-bit codes: a 32-bit lane holds 8 consecutive input channels of one output channel; its low nibbles are channels
 // 0 2 4 6, its high ones 1 3 5 7, and the digits of a block come in that order.
 template <int kRowsHere>
-inline void dots_w4(const std::byte* codes, int blocks, const int8_t* digits, int64_t row_stride,
+inline void dots_w4(const std::byte* codes, int64_t ahead, int blocks, const int8_t* digits, int64_t row_stride,
                     __m512i (&dots)[kRowsHere][kDigits][kVectors]) {
   const __m512i low_mask = _mm512_set1_epi8(15);
   for (int kb = 0; kb < blocks; ++kb) {
     const std::byte* block_row = codes + kb * (kNt * 4);
     for (int v = 0; v < kVectors; ++v) {
       const __m512i w = _mm512_load_si512(block_row + v * 64);
-      _mm_prefetch(reinterpret_cast<const char*>(block_row + v * 64 + kPrefetchBytes), _MM_HINT_T0);
+      prefetch(block_row + v * 64 + ahead);
       const __m512i low = _mm512_and_si512(w, low_mask);
       const __m512i high = _mm512_and_si512(_mm512_srli_epi16(w, 4), low_mask);
       for (int r = 0; r < kRowsHere; ++r) {
@@ -100,7 +110,8 @@ inline void group_w4(const TileLayout& layout, const std::byte* tile, int group,
       for (__m512i& v : digit) v = _mm512_setzero_si512();
     }
   }
-  dots_w4<kRowsHere>(tile + group * blocks * (kNt * 4), blocks, digits, row_stride, dots);
+  dots_w4<kRowsHere>(tile + group * blocks * (kNt * 4), kTilesAhead * layout.tile_bytes, blocks, digits, row_stride,
+                     dots);
   for (int r = 0; r < kRowsHere; ++r) {
     finish_group(layout, tile, group, dots[r], x_scales[r * groups], x_sums + r * groups * kDigits, acc + r * kNt);
   }
@@ -127,7 +138,7 @@ inline void group_w8(const TileLayout& layout, const std::byte* tile, int group,
     for (int v = 0; v < kHalves; ++v) {
       const std::byte* at = codes + kb * (kNt * 8) + v * 64;
       const __m512i w = _mm512_load_si512(at);
-      _mm_prefetch(reinterpret_cast<const char*>(at + kPrefetchBytes), _MM_HINT_T0);
+      prefetch(at + kTilesAhead * layout.tile_bytes);
       for (int i = 0; i < kDigits; ++i) halves[i][v] = _mm512_dpbusd_epi32(halves[i][v], w, d[i]);
     }
   }
@@ -190,6 +201,7 @@ void fused_digits_vnni(const TileRun& run, const DigitRows& x, int rows, float* 
     const std::byte* tile = run.tiles + kt * layout.tile_bytes;
     for (int g = 0; g < tile_groups; ++g) {
       const int64_t group = kt * tile_groups + g;
+      prefetch_scales(layout, tile, g);
       const int8_t* digits = x.digits + group * layout.tile_group * kDigits;
       const float* scales = x.scales + group;
       const int32_t* sums = x.sums + group * kDigits;

@@ -2,8 +2,9 @@
 // dequantised to bfloat16 pairs. Included by two translation units: the real one, and one that models the two BF16
 // instructions (TILEFUSE_MODEL_BF16).
 //
-// The panel is uint32 [64 count][64]: the pairs of a block of 8 input channels are (j, j + 4), j = 0..3, which is how
-// shifting a lane of 8 nibbles by 4 j leaves them (bits 0..3 and 16..19).
+// The panel is uint32 [4][64 count][16]: for each vector of 16 output channels the pairs of input channels, those of a
+// block of 8 being (j, j + 4), j = 0..3, which is how shifting a lane of 8 nibbles by 4 j leaves them (bits 0..3 and
+// 16..19).
 #pragma once
 
 #include <immintrin.h>
@@ -15,6 +16,7 @@
 #include "bf16_dot.h"
 #include "fused_bf16.h"
 #include "fused_digits.h"
+#include "results_avx512.h"
 
 namespace tilefuse {
 namespace {
@@ -49,7 +51,8 @@ inline void load_pair_affine(const TileLayout& layout, const std::byte* tile, in
   }
 }
 
-inline void dequantise_block_row_w4(const std::byte* codes, const PairAffine (&affine)[8], uint32_t* panel) {
+inline void dequantise_block_row_w4(const std::byte* codes, const PairAffine (&affine)[8], int64_t pairs,
+                                    uint32_t* panel) {
   const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
   const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (int v = 0; v < kVectors; ++v) {
@@ -66,12 +69,13 @@ inline void dequantise_block_row_w4(const std::byte* codes, const PairAffine (&a
         const __m512 q = _mm512_permutexvar_ps(_mm512_srlv_epi32(lanes[h], shift), table);
         w[h] = _mm512_fmadd_ps(q, affine[2 * v + h].scale, affine[2 * v + h].offset);
       }
-      _mm512_storeu_si512(panel + j * kNt + v * 16, pack_bf16(w[0], w[1]));
+      _mm512_store_si512(panel + (v * pairs + j) * 16, pack_bf16(w[0], w[1]));
     }
   }
 }
 
-inline void dequantise_block_row_w8(const std::byte* codes, const PairAffine (&affine)[8], uint32_t* panel) {
+inline void dequantise_block_row_w8(const std::byte* codes, const PairAffine (&affine)[8], int64_t pairs,
+                                    uint32_t* panel) {
   // A 64-bit lane holds 8 input channels of one output channel, so byte j of its two halves is the pair (j, j + 4).
   const __m512i byte_mask = _mm512_set1_epi32(255);
   for (int v = 0; v < kVectors; ++v) {
@@ -82,7 +86,7 @@ inline void dequantise_block_row_w8(const std::byte* codes, const PairAffine (&a
         const __m512i q = _mm512_and_si512(_mm512_srlv_epi32(lanes[h], _mm512_set1_epi32(8 * j)), byte_mask);
         w[h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(q), affine[2 * v + h].scale, affine[2 * v + h].offset);
       }
-      _mm512_storeu_si512(panel + j * kNt + v * 16, pack_bf16(w[0], w[1]));
+      _mm512_store_si512(panel + (v * pairs + j) * 16, pack_bf16(w[0], w[1]));
     }
   }
 }
@@ -91,16 +95,21 @@ void dequantise_bf16(const TileRun& run, int64_t first, int count, void* panel_o
   const TileLayout& layout = *run.layout;
   auto* panel = static_cast<uint32_t*>(panel_out);
   const int blocks = layout.tile_group / kBlock;
+  const int64_t pairs = int64_t{count} * kKt / 2;
   for (int t = 0; t < count; ++t) {
     const std::byte* tile = run.tiles + (first + t) * layout.tile_bytes;
     for (int g = 0; g < layout.groups_per_tile(); ++g) {
+      prefetch_scales(layout, tile, g);
       PairAffine affine[8];
       load_pair_affine(layout, tile, g, affine);
-      for (int kb = g * blocks; kb < (g + 1) * blocks; ++kb, panel += 4 * kNt) {
+      for (int kb = g * blocks; kb < (g + 1) * blocks; ++kb, panel += 4 * 16) {
+        const int64_t row_bytes = int64_t{kNt} * layout.bits;
+        for (int64_t i = 0; i < row_bytes; i += 64)
+          prefetch(tile + kTilesAhead * layout.tile_bytes + kb * row_bytes + i);
         if (layout.bits == 4) {
-          dequantise_block_row_w4(tile + kb * (kNt * 4), affine, panel);
+          dequantise_block_row_w4(tile + kb * (kNt * 4), affine, pairs, panel);
         } else {
-          dequantise_block_row_w8(tile + kb * (kNt * 8), affine, panel);
+          dequantise_block_row_w8(tile + kb * (kNt * 8), affine, pairs, panel);
         }
       }
     }
@@ -111,8 +120,9 @@ void dequantise_bf16(const TileRun& run, int64_t first, int count, void* panel_o
 template <int kRowsHere>
 void panel_pass_n(const void* panel_in, int64_t first, int count, const PassRows& x, float* acc) {
   constexpr int kAtOnce = kRowsHere <= 3 ? 4 : kRowsHere <= 14 ? 2 : 1;
+  const int64_t pairs = int64_t{count} * kKt / 2;
   for (int v0 = 0; v0 < kVectors; v0 += kAtOnce) {
-    const uint32_t* panel = static_cast<const uint32_t*>(panel_in) + v0 * 16;
+    const uint32_t* panel = static_cast<const uint32_t*>(panel_in) + v0 * pairs * 16;
     float* to = acc + v0 * 16;
     __m512 c[kRowsHere][kAtOnce];
     for (int r = 0; r < kRowsHere; ++r) {
@@ -120,9 +130,10 @@ void panel_pass_n(const void* panel_in, int64_t first, int count, const PassRows
     }
     for (int64_t t = first; t < first + count; ++t) {
       const uint32_t* from = x.words + t * x.tile_stride;
-      for (int i = 0; i < kKt / 2; ++i, panel += kNt, from += kRowsHere) {
+      for (int i = 0; i < kKt / 2; ++i, panel += 16, from += kRowsHere) {
         __m512i w[kAtOnce];
-        for (int v = 0; v < kAtOnce; ++v) w[v] = _mm512_loadu_si512(panel + v * 16);
+        for (int v = 0; v < kAtOnce; ++v) w[v] = _mm512_load_si512(panel + v * pairs * 16);
+        prefetch(reinterpret_cast<const std::byte*>(from + kRowsHere * (kKt / 2)));  // the next pass's
         for (int r = 0; r < kRowsHere; ++r) {
           const __m512i a = _mm512_set1_epi32(static_cast<int>(from[r]));
           for (int v = 0; v < kAtOnce; ++v) c[r][v] = dot_bf16(c[r][v], a, w[v]);
@@ -151,30 +162,35 @@ void panel_pass_bf16(const void* panel, int64_t first, int count, const PassRows
   with_rows(x.rows, [&](auto n) { panel_pass_n<n()>(panel, first, count, x, acc); });
 }
 
-void fused_pass_w4_bf16(const TileRun& run, int64_t k_tile, const PassRows& x, float* acc) {
-  with_rows(x.rows, [&](auto n) { fused_pass_w4_n<n()>(run, k_tile, x, acc); });
+void fused_bf16(const TileRun& run, int64_t k_tile, const PassRows& x, float* acc) {
+  if (run.layout->bits == 4) {
+    with_rows(x.rows, [&](auto n) { fused_pass_n<UnpackW4, n()>(run, k_tile, x, acc); });
+  } else {
+    with_rows(x.rows, [&](auto n) { fused_pass_n<UnpackW8, n()>(run, k_tile, x, acc); });
+  }
 }
 
-FusedPass* fused_pass_bf16(const TileLayout& layout) { return layout.bits == 4 ? fused_pass_w4_bf16 : nullptr; }
-
+// Crossovers measured on Zen 4. A fused kernel unpacks, and adds up groups, for each pass again; a panel is written
+// once, at the cost of ten rows or so.
 int64_t fused_rows_bf16(const TileLayout& layout) {
-  if (layout.bits == 8) return 0;
-  return 128;
+  if (layout.bits == 8) return layout.tile_group == 32 ? 40 : 48;
+  return layout.tile_group == 32 ? 32 : layout.tile_group == 64 ? 64 : 112;
 }
 
 constexpr PassKernels kBf16Passes = {
     .write_pass = write_pass_bf16,
-    .fused = fused_pass_bf16,
+    .fused = fused_bf16,
     .fused_rows = fused_rows_bf16,
     .dequantise = dequantise_bf16,
     .panel_pass = panel_pass_bf16,
+    .store_row = store_row_avx512,
 };
 
 constexpr MatmulKernels kBf16Kernels = {
     .fused_w4_f32 = nullptr,
     .fused_digits = fused_digits_vnni,
-    .fused_rows_w4 = 1,
-    .fused_rows_w8 = kMaxDigitRows,
+    .fused_rows_w4 = 0,
+    .fused_rows_w8 = 1,
     .dequantise = nullptr,
     .panel_rows = nullptr,
     .passes = &kBf16Passes,

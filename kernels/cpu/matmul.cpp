@@ -198,8 +198,8 @@ struct Chunk {
 };
 
 // Passes [begin, end) of a chunk for one output tile.
-void passes_tile(const MatmulArgs& args, const PassKernels& kernels, FusedPass* fused, const Chunk& chunk,
-                 int64_t n_tile, int64_t begin, int64_t end) {
+void passes_tile(const MatmulArgs& args, const PassKernels& kernels, bool fused, const Chunk& chunk, int64_t n_tile,
+                 int64_t begin, int64_t end) {
   const int64_t first = chunk.first_row(begin);
   const int64_t rows = chunk.first_row(end) - first;
   constexpr int64_t kPanelBytes = int64_t{kPanelTiles} * kKt * kNt * 2;
@@ -208,20 +208,20 @@ void passes_tile(const MatmulArgs& args, const PassKernels& kernels, FusedPass* 
   std::memset(acc, 0, static_cast<size_t>(rows * kNt * 4));
   const TileRun run = run_of(args, n_tile);
   const int64_t k_tiles = args.layout.k_tiles_used();
-  const int64_t step = fused != nullptr || rows <= kRowsForSmallPanel ? 1 : kPanelTiles;
+  const int64_t step = fused || rows <= kRowsForSmallPanel ? 1 : kPanelTiles;
   for (int64_t kt = 0; kt < k_tiles; kt += step) {
     const auto count = static_cast<int>(std::min<int64_t>(step, k_tiles - kt));
-    if (fused == nullptr) kernels.dequantise(run, kt, count, memory);
+    if (!fused) kernels.dequantise(run, kt, count, memory);
     for (int64_t p = begin; p < end; ++p) {
       float* to = acc + (chunk.first_row(p) - first) * kNt;
-      if (fused != nullptr) {
-        fused(run, kt, chunk.pass(p), to);
+      if (fused) {
+        kernels.fused(run, kt, chunk.pass(p), to);
       } else {
         kernels.panel_pass(memory, kt, count, chunk.pass(p), to);
       }
     }
   }
-  for (int64_t r = 0; r < rows; ++r) store_row(args, chunk.row0 + first + r, n_tile, acc + r * kNt);
+  for (int64_t r = 0; r < rows; ++r) kernels.store_row(args, chunk.row0 + first + r, n_tile, acc + r * kNt);
 }
 
 void matmul_passes(const MatmulArgs& args, const PassKernels& kernels) {
@@ -229,7 +229,7 @@ void matmul_passes(const MatmulArgs& args, const PassKernels& kernels) {
   const int64_t n_tiles = args.layout.n_tiles_used();
   const int64_t groups = k / args.layout.tile_group;
   const bool minima = args.layout.zero == ZeroKind::m16;
-  FusedPass* wanted = args.m <= kernels.fused_rows(args.layout) ? kernels.fused(args.layout) : nullptr;
+  const bool few = args.m <= kernels.fused_rows(args.layout);
   const int64_t chunks = (args.m + kRowsPerChunk - 1) / kRowsPerChunk;
   for (int64_t c = 0; c < chunks; ++c) {
     Chunk chunk = {.row0 = c * args.m / chunks, .groups = groups};
@@ -248,7 +248,7 @@ void matmul_passes(const MatmulArgs& args, const PassKernels& kernels) {
                                            minima ? chunk.sums + chunk.first_row(p) * groups : nullptr);
       if (!fits) exact.store(false, std::memory_order_relaxed);
     });
-    FusedPass* fused = exact.load(std::memory_order_relaxed) ? wanted : nullptr;
+    const bool fused = few && exact.load(std::memory_order_relaxed);
     const int64_t parts = row_parts(n_tiles, chunk.rows);
     parallel_unless_small(n_tiles * parts, bytes, [&](int64_t item) {
       const int64_t part = item % parts;

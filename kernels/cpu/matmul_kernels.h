@@ -69,22 +69,21 @@ inline constexpr int kMaxPassRows = 16;
 // overflow although the scale would bring it back into range: such activations take kernels that scale each weight.
 inline constexpr int kLargestExactPass = (127 + 111) << 7;
 
-// acc[rows][64] += x * one k tile.
-using FusedPass = void(const TileRun&, int64_t k_tile, const PassRows& x, float* acc);
-
 // Kernels on interleaved bfloat16 rows.
 struct PassKernels {
   // Writes rows [row0, row0 + rows) of args.x (permuted, rounded to bfloat16, zero beyond K) as PassRows has them and,
   // unless null, their sums. False if one is 2^111 or more in magnitude, infinite or NaN: not for the fused kernels.
   bool (*write_pass)(const MatmulArgs& args, int64_t row0, int rows, int64_t k, uint32_t* words, int64_t tile_stride,
                      float* sums);
-  // The kernel that unpacks in registers, or null; it is the faster one up to fused_rows rows.
-  FusedPass* (*fused)(const TileLayout&);
+  // acc[rows][64] += x * one k tile, unpacked in registers: the faster way up to fused_rows rows of a product.
+  void (*fused)(const TileRun&, int64_t k_tile, const PassRows& x, float* acc);
   int64_t (*fused_rows)(const TileLayout&);
-  // Dequantises k tiles [first, first + count) into `panel`, which panel_pass reads.
+  // Dequantises k tiles [first, first + count) into a panel, 16 KiB each.
   void (*dequantise)(const TileRun&, int64_t first, int count, void* panel);
-  // acc[rows][64] += x * panel.
+  // acc[rows][64] += x * that panel.
   void (*panel_pass)(const void* panel, int64_t first, int count, const PassRows& x, float* acc);
+  // Row `row` of y in output tile `n_tile`: acc[64] plus bias, rounded once.
+  void (*store_row)(const MatmulArgs& args, int64_t row, int64_t n_tile, const float* acc);
 };
 
 struct MatmulKernels {
