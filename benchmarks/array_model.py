@@ -247,7 +247,8 @@ def departures() -> str:
         f"""- TileFuse's logged run (glassescrab/mlir-aie, its `ablation_study`): 1024 x 1024 x 2048 in 565 us, with the
         host's share. Modelled: {us(logged.seconds)} us, {us(logged.report.seconds)} with a dispatch.""",
         f"""- The baseline: whole-array bfloat16 designs have been measured at 1.6 TFLOPS and, by bfp16, 4.8 (mlir-aie's
-        `whole_array`), and at 9.1 (mlir-air's kernel registry). The modelled one reaches {baseline.tflops:.1f} at 2048 x 4096 x 4096. Gains over it are larger than TileFuse's, because it reads its
+        `whole_array`), and at 9.1 (mlir-air's kernel registry). The modelled one reaches {baseline.tflops:.1f} at
+        2048 x 4096 x 4096. Gains over it are larger than TileFuse's, because it reads its
         weights again for every 128 rows, and DRAM bounds it.""",
         f"""- bfloat16 GEMV on eight cores has been measured at 31 to 32.5 GB/s (mlir-air's registry); the modelled
         baseline reads at
