@@ -129,8 +129,8 @@ _DEFAULT_CURVES: dict[str, tuple[Curve, Curve]] = {
         _giga((1, 41), (4, 43), (5, 56), (16, 80), (32, 91), (128, 95)),
     ),
     "avx512_bf16": (
-        _giga((1, 87), (2, 57), (4, 60), (5, 92), (16, 142), (32, 168), (128, 183)),
-        _giga((1, 41), (4, 44), (5, 90), (16, 140), (32, 168), (128, 183)),
+        _giga((1, 120), (2, 150), (4, 185), (8, 205), (32, 208), (128, 212)),
+        _giga((1, 41), (2, 71), (4, 105), (8, 145), (16, 176), (32, 180), (128, 204)),
     ),
 }
 """A level that is not listed, such as the modelled one for tests, counts as portable."""
@@ -139,7 +139,7 @@ _DEFAULT_CURVES: dict[str, tuple[Curve, Curve]] = {
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 _ROWS = (1, 2, 3, 4, 5, 8, 16, 32, 128)
-"""Rows that are timed: the kernels for few rows take 2 or 4, depending on the level."""
+"""Rows that are timed: the kernels for few rows take 1 to 4, depending on the level."""
 
 _PROBE_K = 1024
 _STAGED = 512, 2048
