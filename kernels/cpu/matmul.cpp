@@ -2,13 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 
 #include "activations.h"
-#include "bf16.h"
+#include "matmul_driver.h"
 #include "matmul_kernels.h"
 #include "thread_pool.h"
 
@@ -21,72 +18,8 @@ constexpr int64_t kRowsPerChunk = 384;
 
 constexpr int64_t kRowsForSmallPanel = 24;
 
-// Below this many bytes of tiles (times rows), a matmul takes some microseconds, as long as waking a thread: stay on
-// one.
-constexpr int64_t kSerialBytes = 128 * 1024;
-
-// Scratch that grows and is kept, one a thread and purpose: no allocation per call once warm.
-class Scratch {
- public:
-  std::byte* at_least(int64_t bytes) {
-    if (bytes > size_) {
-      memory_.reset();
-      size_ = 0;
-      const auto rounded = static_cast<size_t>((bytes + 4095) / 4096 * 4096);
-      memory_.reset(static_cast<std::byte*>(std::aligned_alloc(4096, rounded)));
-      if (!memory_) throw std::bad_alloc();
-      size_ = static_cast<int64_t>(rounded);
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(std::byte* p) const { std::free(p); }
-  };
-  std::unique_ptr<std::byte, Free> memory_;
-  int64_t size_ = 0;
-};
-
 thread_local Scratch t_activations;  // of the calling thread
 thread_local Scratch t_tile;         // of each thread that computes tiles
-
-void store_row(const MatmulArgs& args, int64_t row, int64_t n_tile, const float* acc) {
-  const int64_t n0 = n_tile * kNt;
-  const int64_t count = std::min<int64_t>(kNt, args.layout.n - n0);
-  float sums[kNt];
-  for (int64_t i = 0; i < count; ++i) sums[i] = acc[i] + (args.bias == nullptr ? 0.0F : args.bias[n0 + i]);
-  const int64_t at = row * args.y_stride + n0;
-  switch (args.y_dtype) {
-    case Dtype::f32:
-      std::memcpy(static_cast<float*>(args.y) + at, sums, sizeof(float) * static_cast<size_t>(count));
-      break;
-    case Dtype::bf16:
-      for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(args.y)[at + i] = float_to_bf16(sums[i]);
-      break;
-    case Dtype::f16:
-      for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(args.y)[at + i] = float_to_half(sums[i]);
-      break;
-  }
-}
-
-TileRun run_of(const MatmulArgs& args, int64_t n_tile) {
-  return {.layout = &args.layout, .tiles = args.weights + args.layout.tile_offset(n_tile, 0)};
-}
-
-// Runs fn(item) for each item, on this thread alone if `bytes` of weights (times rows) are soon done.
-template <typename Fn>
-void parallel_unless_small(int64_t items, int64_t bytes, Fn&& fn) {
-  if (bytes < kSerialBytes) {
-    for (int64_t i = 0; i < items; ++i) fn(i);
-  } else {
-    ThreadPool::instance().parallel_for(items, [&](int64_t i, int) { fn(i); });
-  }
-}
-
-int64_t weight_bytes(const MatmulArgs& args) {
-  return args.layout.n_tiles_used() * args.layout.k_tiles_used() * args.layout.tile_bytes;
-}
 
 template <typename Fn>
 void fused_over_tiles(const MatmulArgs& args, Fn&& kernel) {
@@ -150,14 +83,6 @@ void panel_tile(const MatmulArgs& args, const MatmulKernels& kernels, int64_t n_
     }
   }
   for (int64_t r = 0; r < rows; ++r) store_row(args, row0 + r, n_tile, acc + r * kNt);
-}
-
-// A layer with few output tiles is also split by rows, in halves while every part keeps 96 rows: enough that
-// dequantising a tile once more stays cheap, and every thread has work.
-int64_t row_parts(int64_t n_tiles, int64_t rows) {
-  int64_t parts = 1;
-  while (n_tiles * parts < 4 * ThreadPool::instance().num_threads() && rows / (2 * parts) >= 96) parts *= 2;
-  return parts;
 }
 
 void matmul_panels(const MatmulArgs& args, const MatmulKernels& kernels) {
