@@ -126,6 +126,46 @@ def pack(
 
 
 @app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(help="Folder of a checkpoint with float weights.")],
+    out: Annotated[Path, typer.Argument(help="Folder to make.")],
+    method: Annotated[
+        str, typer.Option(help="awq: scales and clipping by search on a text; rtn: round to nearest.")
+    ] = "awq",
+    bits: Annotated[int, typer.Option(help="4 (AutoAWQ) or 8 (compressed-tensors).")] = 4,
+    group: Annotated[
+        int, typer.Option(help="Input channels that share a scale: 32, 64, 128; -1 for all, with 8 bits.")
+    ] = 128,
+    calibration: Annotated[
+        Path | None, typer.Option(help="A text to calibrate with, in place of the built-in one.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="torch device to search on.")] = "cpu",
+    shard_gb: Annotated[float, typer.Option(help="Largest size of a file, in GB.")] = 5.0,
+    resume: Annotated[bool, typer.Option(help="Go on from an interrupted run.")] = True,
+    report: Annotated[bool, typer.Option("--report", help="Measure perplexity before and after.")] = False,
+    text: Annotated[Path | None, typer.Option(help="A text for --report, in place of the built-in one.")] = None,
+) -> None:
+    """Quantise a full-precision checkpoint to 4 or 8 bits."""
+    # Not needed by the other commands; the report needs torch.
+    from tilefuse.awq.command import run as run_quantize
+
+    status = run_quantize(
+        source,
+        out,
+        method=method,
+        bits=bits,
+        group=group,
+        calibration=calibration,
+        device=device,
+        shard_bytes=round(shard_gb * 1e9),
+        resume=resume,
+        report=report,
+        text=text,
+    )
+    raise typer.Exit(status)
+
+
+@app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="A packed file or a checkpoint.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

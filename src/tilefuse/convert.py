@@ -45,7 +45,7 @@ def _selected(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool
     return wanted and not any(fnmatchcase(name, pattern) for pattern in exclude)
 
 
-def _fingerprint(path: Path) -> list[list[str | int]]:
+def fingerprint(path: Path) -> list[list[str | int]]:
     """Name, size, modification time and header hash of each file of a checkpoint."""
     files = sorted([*path.glob("*.safetensors"), *path.glob("*.json")]) if path.is_dir() else [path]
     prints: list[list[str | int]] = []
@@ -115,7 +115,7 @@ def pack_checkpoint(
         layout = packed_layout(layer, columns)
         specs.append(LayerSpec(name, layout, layer.bias is not None, layer.perm is not None, layer.format))
 
-    key = json.dumps([_fingerprint(source), columns, list(include), list(exclude)])
+    key = json.dumps([fingerprint(source), columns, list(include), list(exclude)])
     total, done = sum(spec.layout.nbytes for spec in specs), 0
     if not resume:
         out.with_name(out.name + ".journal").unlink(missing_ok=True)

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import shutil
-import struct
-import tempfile
-import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,19 +15,12 @@ from tilefuse.codes import WORD_BITS, pack_awq, pack_last
 from tilefuse.errors import FormatError, QuantizationError, UnsupportedFormatError
 from tilefuse.formats import plain
 from tilefuse.formats.config import CONFIG
-from tilefuse.formats.safetensors_map import DTYPES, INDEX, SINGLE
+from tilefuse.formats.output import DEFAULT_SHARD_BYTES, Shards, new_directory, write_json
 from tilefuse.quantized import CodeOrder, QuantizedLinear
 
 Array = npt.NDArray[Any]
 
-DEFAULT_SHARD_BYTES = 5_000_000_000
-"""The size that AutoAWQ splits at."""
-
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_COPY_BYTES = 1 << 20
-_HEADER_ALIGNMENT = 8
 
 
 def write(
@@ -67,34 +54,24 @@ def write(
         FormatError: Two tensors have the same name, or a tensor has a dtype that safetensors has no name for.
         FileExistsError: ``path`` exists and is not an empty directory.
     """
-    path = Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} exists and is not an empty directory; remove it or choose another")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.parent / f".{path.name}.{uuid.uuid4().hex}.partial"
-    partial.mkdir()
-    try:
-        scheme = _Scheme()
+    with new_directory(Path(path)) as partial:
+        scheme = Scheme()
         # Descending item size keeps every tensor aligned without holes, which the container forbids.
         extras = sorted((extra_tensors or {}).items(), key=lambda item: -item[1].dtype.itemsize)
-        with contextlib.closing(_Shards(partial, shard_bytes)) as shards:
+        with contextlib.closing(Shards(partial, shard_bytes)) as shards:
             for layer in layers:
                 scheme.add(layer)
-                for name, array in _encode(layer).items():
+                for name, array in encode(layer).items():
                     shards.add(name, array)
             for name, array in extras:
                 shards.add(name, array)
             shards.finish()
         merged = dict(config or {})
         merged["quantization_config"] = scheme.config(merged.get("quantization_config") or {}, dict(extras))
-        _write_json(partial / CONFIG, merged)
-        partial.rename(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        write_json(partial / CONFIG, merged)
 
 
-class _Scheme:
+class Scheme:
     """The bits and group size that all layers of a checkpoint must share, as the configuration states them once."""
 
     def __init__(self) -> None:
@@ -121,25 +98,27 @@ class _Scheme:
 
     def config(self, given: Mapping[str, Any], extras: Mapping[str, Array]) -> dict[str, Any]:
         """The ``quantization_config``."""
-        left = sorted(
-            name.removesuffix(".weight")
-            for name, array in extras.items()
-            if plain.is_linear(name, array.dtype, array.shape)
-        )
         group = self._groups.copy().pop() if len(self._groups) == 1 else -1
-        return {
-            "modules_to_not_convert": left or None,
-            **given,
-            "quant_method": "awq",
-            "bits": self._bits or 4,
-            "group_size": group,
-            "zero_point": True,
-            "version": "gemm",
-        }
+        left = {"modules_to_not_convert": unquantized(extras) or None}
+        return {**left, **given, **quantization_config(self._bits or 4, group)}
 
 
-def _encode(layer: QuantizedLinear) -> dict[str, Array]:
-    """The tensors of a layer, or the reason why the format has none for it."""
+def quantization_config(bits: int, group: int) -> dict[str, Any]:
+    """What ``quantization_config`` says of the layout."""
+    return {"quant_method": "awq", "bits": bits, "group_size": group, "zero_point": True, "version": "gemm"}
+
+
+def unquantized(tensors: Mapping[str, Array]) -> list[str]:
+    """The linear layers among tensors that are left as they are."""
+    return sorted(
+        name.removesuffix(".weight")
+        for name, array in tensors.items()
+        if plain.is_linear(name, array.dtype, array.shape)
+    )
+
+
+def encode(layer: QuantizedLinear) -> dict[str, Array]:
+    """The tensors of a layer by name, or the reason why the format has none for it: see `write`."""
     layer.validate()
     where = f"layer {layer.name!r}"
     assert layer.zeros is not None or layer.mins is not None
@@ -164,7 +143,7 @@ def _encode(layer: QuantizedLinear) -> dict[str, Array]:
         "scales": _half(layer.scales, where),
     }
     if layer.bias is not None:
-        tensors["bias"] = _narrow(layer.bias)
+        tensors["bias"] = narrowed(layer.bias)
     return {f"{layer.name}.{suffix}": array for suffix, array in tensors.items()}
 
 
@@ -187,7 +166,7 @@ def _half(scales: Array, where: str) -> npt.NDArray[np.float16]:
     return half
 
 
-def _narrow(bias: npt.NDArray[np.float32]) -> Array:
+def narrowed(bias: npt.NDArray[np.float32]) -> Array:
     """A bias in float16, or bfloat16, where that is exact; readers take any float dtype."""
     for dtype in (np.dtype(np.float16), BF16):
         with np.errstate(over="ignore"):
@@ -195,89 +174,3 @@ def _narrow(bias: npt.NDArray[np.float32]) -> Array:
         if np.array_equal(narrow.astype(np.float32), bias):
             return narrow
     return bias
-
-
-class _Shards:
-    """Streams tensors into safetensors files whose headers are known only once their last tensor is.
-
-    The data of a file goes to a nameless one first; the header, and then that data, follow when it is complete.
-    """
-
-    def __init__(self, directory: Path, limit: int) -> None:
-        self._directory = directory
-        self._limit = limit
-        self._shards: list[list[str]] = []  # names of the tensors of each finished file
-        self._seen: set[str] = set()
-        self._header: dict[str, Any] = {}
-        self._size = 0
-        self._total = 0
-        self._body: IO[bytes] | None = None
-
-    def add(self, name: str, array: Array) -> None:
-        """Append a tensor."""
-        if name in self._seen or name == "__metadata__":
-            raise FormatError(f"tensor {name!r} occurs twice or has a reserved name")
-        if array.dtype not in _DTYPE_NAMES:
-            raise FormatError(f"tensor {name!r} has dtype {array.dtype}, which safetensors has no name for")
-        if self._header and self._size + array.nbytes > self._limit:
-            self._end_shard()
-        if self._body is None:
-            self._body = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115  (closed by close)
-        self._body.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        self._seen.add(name)
-        self._header[name] = {
-            "dtype": _DTYPE_NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [self._size, self._size + array.nbytes],
-        }
-        self._size += array.nbytes
-
-    def close(self) -> None:
-        """Drop the data of an unfinished file."""
-        if self._body is not None:
-            self._body.close()
-            self._body = None
-
-    def finish(self) -> None:
-        """End the last file, give all their names, and write the index if there are several."""
-        self._end_shard()
-        count = len(self._shards)
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._shards):
-            name = SINGLE if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors"
-            self._part(i).rename(self._directory / name)
-            weight_map |= dict.fromkeys(names, name)
-        if count > 1:
-            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            _write_json(self._directory / INDEX, index)
-
-    def _part(self, i: int) -> Path:
-        return self._directory / f"part-{i}"
-
-    def _end_shard(self) -> None:
-        # transformers refuses files that do not name their framework.
-        header = json.dumps({"__metadata__": {"format": "pt"}, **self._header}, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % _HEADER_ALIGNMENT)
-        with self._part(len(self._shards)).open("wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            if self._body is not None:
-                self._body.seek(0)
-                shutil.copyfileobj(self._body, file, _COPY_BYTES)
-            _sync(file)
-        self.close()
-        self._shards.append(list(self._header))
-        self._total += self._size
-        self._header, self._size = {}, 0
-
-
-def _sync(file: IO[Any]) -> None:
-    """A rename must not reach the disk before the data does."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        _sync(file)
