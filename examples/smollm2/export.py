@@ -1,4 +1,4 @@
-"""The GGUF's model as a Hugging Face folder with bfloat16 weights: what other software, and `tilefuse quantize`, starts from."""
+"""The GGUF's model as a Hugging Face folder with bfloat16 weights: what `tilefuse quantize` starts from."""
 
 from __future__ import annotations
 
