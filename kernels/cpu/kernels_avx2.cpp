@@ -1,6 +1,7 @@
 // The AVX2 + FMA level. Compiled with -mavx2 -mfma; called only where cpu_features.h found both.
 #include <immintrin.h>
 
+#include "fused_digits_avx2.h"
 #include "kernels_f32.h"
 
 namespace tilefuse {
@@ -28,18 +29,16 @@ struct Simd8 {
   }
 };
 
-void fused(const TileRun& run, const float* x, int64_t x_stride, int rows, float* acc) {
-  fused_w4_f32<Simd8>(run, x, x_stride, rows, acc);
-}
-
 }  // namespace
 
 const MatmulKernels& matmul_kernels_avx2() {
   static constexpr MatmulKernels kernels = {
-      .fused_w4_f32 = fused,
-      .fused_digits = nullptr,
-      .fused_rows_w4 = 2,
-      .fused_rows_w8 = 2,
+      .fused_w4_f32 = nullptr,
+      .fused_digits = fused_digits_avx2,
+      .write_digits = write_digits_avx2,
+      .digit_bytes_w8 = 2 * kWideDigits,
+      .fused_rows_w4 = kMaxDigitRows,
+      .fused_rows_w8 = kMaxDigitRows,
       .dequantise = dequantise_f32<Simd8>,
       .panel_rows = panel_rows_f32<Simd8>,
       .passes = nullptr,

@@ -37,15 +37,17 @@ bool matmul_digits(const MatmulArgs& args, const MatmulKernels& kernels) {
   const int64_t sums_bytes = args.m * groups * kDigits * 4;
   const int64_t scales_bytes = args.m * groups * 4;
   const int64_t rests_bytes = args.m * rest_capacity(k) * static_cast<int64_t>(sizeof(DigitRest));
-  std::byte* memory = t_activations.at_least(rests_bytes + sums_bytes + scales_bytes + k * 4 + args.m * k * kDigits);
+  const int64_t row_bytes = k * (args.layout.bits == 4 ? kDigits : kernels.digit_bytes_w8);
+  std::byte* memory = t_activations.at_least(rests_bytes + sums_bytes + scales_bytes + k * 4 + args.m * row_bytes);
   auto* rests = reinterpret_cast<DigitRest*>(memory);
   auto* sums = reinterpret_cast<int32_t*>(memory += rests_bytes);
   auto* scales = reinterpret_cast<float*>(memory += sums_bytes);
   auto* floats = reinterpret_cast<float*>(memory += scales_bytes);
   auto* digits = reinterpret_cast<int8_t*>(memory += k * 4);
+  const auto write = kernels.write_digits == nullptr ? write_digits : kernels.write_digits;
   for (int64_t r = 0; r < args.m; ++r) {
-    if (!write_digits(args, r, k, floats, digits + r * k * kDigits, scales + r * groups, sums + r * groups * kDigits,
-                      rests + r * rest_capacity(k))) {
+    if (!write(args, r, k, floats, digits + r * row_bytes, scales + r * groups, sums + r * groups * kDigits,
+               rests + r * rest_capacity(k))) {
       return false;
     }
   }

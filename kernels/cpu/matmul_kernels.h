@@ -32,7 +32,7 @@ inline constexpr int64_t kNoRest = INT64_MAX;
 
 struct DigitRows {
   // [rows][k / 8][kDigits][8]; input channels of a block in the order 0 2 4 6 1 3 5 7 for 4-bit codes, else in their
-  // own.
+  // own. AVX2 has a format of its own for 8-bit codes (digits_avx2.h).
   const int8_t* digits = nullptr;
   const float* scales = nullptr;     // [rows][k / tile_group]
   const int32_t* sums = nullptr;     // [rows][k / tile_group][kDigits]: sum of each digit over the group
@@ -90,6 +90,10 @@ struct MatmulKernels {
   // Fused kernels: unpack in registers, no panel. acc[rows][64] is overwritten. Null where the panel path is better.
   void (*fused_w4_f32)(const TileRun&, const float* x, int64_t x_stride, int rows, float* acc);
   void (*fused_digits)(const TileRun&, const DigitRows&, int rows, float* acc);
+  // As write_digits (activations.h), in the format that fused_digits reads; null: that one.
+  bool (*write_digits)(const MatmulArgs& args, int64_t row, int64_t k, float* scratch, int8_t* digits, float* scales,
+                       int32_t* sums, DigitRest* rests) = nullptr;
+  int digit_bytes_w8 = kDigits;  // bytes of digits an input channel where codes have 8 bits; kDigits where they have 4
   // Up to this many rows those are the faster ones; 0: never.
   int fused_rows_w4;
   int fused_rows_w8;
