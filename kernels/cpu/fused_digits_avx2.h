@@ -218,8 +218,8 @@ inline void add_rest_256(const TileLayout& layout, const std::byte* tile, int k,
     alignas(32) int32_t codes[8];
     for (int i = 0; i < 8; ++i) {
       const std::byte* word = block_row + (n + i) * layout.bits;
-      codes[i] = layout.bits == 4 ? static_cast<int>(word[j / 2] >> (4 * (j % 2)) & std::byte{15})
-                                  : static_cast<int>(word[j]);
+      codes[i] =
+          layout.bits == 4 ? static_cast<int>(word[j / 2] >> (4 * (j % 2)) & std::byte{15}) : static_cast<int>(word[j]);
     }
     const __m256i q = _mm256_load_si256(reinterpret_cast<const __m256i*>(codes));
     const int64_t at = static_cast<int64_t>(group) * kNt + n;
