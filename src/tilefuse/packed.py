@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from tilefuse import _core, validation
 from tilefuse._buffers import address, aligned_empty
-from tilefuse.errors import DtypeError, LayoutError, QuantizationError
+from tilefuse.errors import DtypeError, LayoutError, QuantizationError, ShapeError
 from tilefuse.layout import ALIGNMENT, DEFAULT_COLUMNS, Layout, ZeroKind
 from tilefuse.quantized import CodeOrder, QuantizedLinear
+from tilefuse.shards import Axis, shard_of
 
 Array = npt.NDArray[Any]
 
@@ -166,13 +167,32 @@ def packed_layout(q: QuantizedLinear, columns: int = DEFAULT_COLUMNS) -> Layout:
         raise LayoutError(f"{_title(q)}: {error}") from None
 
 
-def packed_nbytes(q: QuantizedLinear, columns: int = DEFAULT_COLUMNS) -> int:
-    """Bytes of the buffer that `pack` fills for ``q``."""
-    return packed_layout(q, columns).nbytes
+def packed_nbytes(
+    q: QuantizedLinear,
+    columns: int = DEFAULT_COLUMNS,
+    *,
+    shard: tuple[int, int] | None = None,
+    axis: Axis | None = None,
+) -> int:
+    """Bytes of the buffer that `pack` fills for ``q``, or for a part of it; arguments and errors as there."""
+    return packed_layout(_part(q, shard, axis), columns).nbytes
+
+
+def _part(q: QuantizedLinear, shard: tuple[int, int] | None, axis: Axis | None) -> QuantizedLinear:
+    if shard is None and axis is None:
+        return q
+    if shard is None or axis is None:
+        raise ShapeError(f"shard = {shard!r} and axis = {axis!r}: pass both or neither")
+    return shard_of(q, shard, axis)
 
 
 def pack(
-    q: QuantizedLinear, columns: int = DEFAULT_COLUMNS, *, out: npt.NDArray[np.uint8] | None = None
+    q: QuantizedLinear,
+    columns: int = DEFAULT_COLUMNS,
+    *,
+    out: npt.NDArray[np.uint8] | None = None,
+    shard: tuple[int, int] | None = None,
+    axis: Axis | None = None,
 ) -> PackedLinear:
     """Packs one quantised layer; codes are moved, never requantised, and scales rounded once to bfloat16.
 
@@ -180,13 +200,22 @@ def pack(
         q: The layer, in any `CodeOrder`.
         columns: Columns of the array that the stream is interleaved over, 1 to 8.
         out: uint8 [packed_nbytes(q, columns)], contiguous and 64-byte aligned, to pack into; allocated when None.
+        shard: (rank, world), 0 <= rank < world: pack the part that this rank of a tensor-parallel group holds. None for
+            all of the layer.
+        axis: Which channels are divided. ``"out"``: the part is output channels rank N / world onwards; the results of
+            the ranks are put side by side. ``"in"``: input channels likewise; the results are to be added up, and
+            rank 0 alone has the bias.
 
     Raises:
-        LayoutError: The packed format cannot hold the layer, or ``out`` does not fit.
-        ShapeError, DtypeError: An array of ``q`` contradicts its other fields.
+        LayoutError: The packed format cannot hold the layer, ``out`` does not fit, or the layer can't be divided so:
+            world does not divide the channels, a group would be cut, or inputs that are permuted would be divided.
+        ShapeError, DtypeError: An array of ``q`` contradicts its other fields, or ``shard`` or ``axis`` is not taken.
         QuantizationError: A scale or minimum is NaN, infinite or overflows bfloat16, or a zero point or code has more
             than ``bits`` bits; names the tensor and the place.
     """
+    if shard is not None or axis is not None:
+        validation.check(q, {}, values=False)
+        q = _part(q, shard, axis)
     layout = packed_layout(q, columns)
     validation.check(q, {}, values=False)
     data = aligned_empty(layout.nbytes) if out is None else out
