@@ -1,5 +1,7 @@
 # The types of the compiled module, one section a binding file.
 
+from typing import Any
+
 # --- bind_layout.cpp ---
 
 LAYOUT_CONSTANTS: dict[str, int]
@@ -54,6 +56,14 @@ def unpack(
     mins: int,
 ) -> None: ...
 def dequantize(layout: TileLayout, *, packed: int, perm: int, out: int) -> None: ...
+
+# --- bind_call.cpp ---
+
+class CpuLayer:
+    def __init__(self, layout: TileLayout, weights: int, perm: int, bias: int, /) -> None: ...
+    def __call__(self, x: Any, axes: int, out: Any, /) -> Any: ...
+
+def environment(name: str, /) -> str | None: ...
 
 # --- bind_matmul.cpp ---
 

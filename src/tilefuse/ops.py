@@ -9,13 +9,25 @@ from typing import Any
 from tilefuse.arrays import FloatArray, empty_like, float_type, view_rows
 from tilefuse.errors import DtypeError, ShapeError
 from tilefuse.packed import PackedLinear
-from tilefuse.runtime import resolve_device
+from tilefuse.runtime import is_direct_cpu, resolve_device
 
 
 def _layer_of(layer: object) -> PackedLinear:
     if not isinstance(layer, PackedLinear):
         raise DtypeError(f"layer is a {type(layer).__name__}: pass a PackedLinear (see tilefuse.pack)")
     return layer
+
+
+def _quick(x: Any, layer: PackedLinear, device: str | None, out: Any, axes: int) -> Any:
+    """The product by one call of C++, for plain arrays on the CPU; None where `_matmul` is to have a look.
+
+    Args:
+        axes: That x must have, 0 for any number.
+    """
+    if type(layer) is not PackedLinear:
+        return None
+    call = layer.__dict__.get("_cpu_direct")
+    return None if call is None or not is_direct_cpu(device) else call(x, axes, out)
 
 
 def _overlap(a: FloatArray, b: FloatArray) -> bool:
@@ -103,16 +115,21 @@ def gemm(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = N
     Raises:
         ShapeError, DtypeError, DeviceError: An argument doesn't fit; the message says which and how.
     """
-    return _matmul(x, _layer_of(layer), device, out, out_dtype, rows_axis=True)
+    quick = None if out_dtype is not None else _quick(x, layer, device, out, 2)
+    return quick if quick is not None else _matmul(x, _layer_of(layer), device, out, out_dtype, rows_axis=True)
 
 
 def gemv(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = None, out_dtype: Any = None) -> Any:
     """``y = x W + bias`` for one vector of activations: [K] -> [N]. Arguments as in `gemm`."""
-    return _matmul(x, _layer_of(layer), device, out, out_dtype, rows_axis=False)
+    quick = None if out_dtype is not None else _quick(x, layer, device, out, 1)
+    return quick if quick is not None else _matmul(x, _layer_of(layer), device, out, out_dtype, rows_axis=False)
 
 
 def linear(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = None, out_dtype: Any = None) -> Any:
     """``y = x W + bias`` over the last axis: [..., K] -> [..., N]. Arguments as in `gemm`."""
+    quick = None if out_dtype is not None else _quick(x, layer, device, out, 0)
+    if quick is not None:
+        return quick
     layer = _layer_of(layer)
     shape = tuple(getattr(x, "shape", ()))
     if len(shape) <= 2:
@@ -150,7 +167,16 @@ def linear_many(
     Raises:
         ShapeError, DtypeError, DeviceError: As in `gemm`. Nothing has been computed then, unless the device failed.
     """
+    calls = list(calls)
     prepared, results = [], []
+    if out_dtype is None and is_direct_cpu(device):
+        for x, given in calls:
+            results.append(_quick(x, given, device, None, 0))
+            if results[-1] is None:
+                break
+        else:
+            return results
+        results = []
     for x, given in calls:
         layer, shape = _layer_of(given), tuple(getattr(x, "shape", ()))
         if not shape or shape[-1] != layer.k:

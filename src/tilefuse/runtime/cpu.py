@@ -52,13 +52,20 @@ def _native_of(layer: PackedLinear) -> tuple[Any, int, int, int]:
             0 if layer.bias is None else layer.bias.ctypes.data,
         )
         layer.__dict__["_cpu_native"] = state
+        layer.__dict__["_cpu_direct"] = _core.CpuLayer(state[0], state[1], state[2], state[3])
     return state
 
 
 class CpuDevice:
-    """Multiplies on the CPU at the best instruction set it has; multi-threaded, without the GIL."""
+    """Multiplies on the CPU at the best instruction set it has; multi-threaded, without the GIL.
+
+    Attributes:
+        direct: Whether every call would come here with no decision left, so that the caller may take the short way by
+            the layer's `_core.CpuLayer`, kept in its __dict__ from the first call on.
+    """
 
     name = "cpu"
+    direct = True
 
     def matmul(self, x: FloatArray, layer: PackedLinear, y: FloatArray) -> None:
         layout, data, perm, bias = _native_of(layer)

@@ -158,6 +158,8 @@ class AutoDevice:
         self._npu: _Device | None = None
         self._router: Router | None = None
         self._logged: set[type[BaseException]] = set()
+        self.direct = False
+        """See `CpuDevice`."""
 
     @property
     def npu_usable(self) -> bool:
@@ -206,6 +208,7 @@ class AutoDevice:
                 self._npu = npu
                 self._router = Router(self._calibrate or calibrate)
             self._opened = True
+            self.direct = self._npu is None and type(self._cpu) is cpu_settings.CpuDevice
 
     def _fall_back(self, error: TileFuseError, router: Router, layer: PackedLinear, m: int) -> None:
         if isinstance(error, QuantizationError):
