@@ -92,7 +92,7 @@ def test_zero_columns_give_exact_zeros(rng: np.random.Generator, cpu_level: str,
 @pytest.mark.parametrize("m", [2, 5, 20])
 def test_rows_near_overflow(rng: np.random.Generator, cpu_level: str, m: int, scheme: Scheme) -> None:
     """Codes times activations of 2^112 and more overflow float32; each weight times them doesn't."""
-    if scheme.bits == 4 and m == 2 and cpu_level in ("portable", "avx2", "avx512"):
+    if scheme.bits == 4 and m == 2 and cpu_level in ("portable", "avx512"):
         pytest.skip("the fused float kernel of 4 bits scales a group's sum at its end")
     known = make_layer(rng, 384, 70, scheme, scales=np.full((384 // scheme.group, 70), 2.0**-100))
     for exponent in (110, 111, 112, 120, 126):
@@ -180,7 +180,7 @@ def test_activations_at_the_extremes(rng: np.random.Generator, cpu_level: str, f
 @pytest.mark.parametrize("bits", [4, 8])
 def test_scales_that_bring_sums_back_into_range(rng: np.random.Generator, cpu_level: str, bits: int) -> None:
     """Codes times activations overflow float32; times the scale as well, they don't."""
-    if bits == 4 and cpu_level in ("portable", "avx2", "avx512"):
+    if bits == 4 and cpu_level in ("portable", "avx512"):
         pytest.skip("the fused float kernel of 4 bits scales a group's sum at its end")
     known = make_layer(rng, 256, 64, Scheme(bits, 128), scales=np.full((2, 64), 2.0**-100))
     for exponent in (100, 110, 111, 112, 120, 126):

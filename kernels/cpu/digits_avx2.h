@@ -1,4 +1,10 @@
-// Rows of activations as digits (matmul_kernels.h), on AVX2.
+// Few rows of activations as integer digits, on AVX2. As DigitRows (matmul_kernels.h) has them, but split so that few
+// of the lowest digits are other than zero: kernels look those up instead of multiplying by all.
+//
+// In each group of tile_group input channels x = scale (low + kBase high), scale a power of two. 4-bit codes: `high` is
+// two signed bytes, high = h0 + 256 h1, and `low` is one, so that x has 23 bits below the group's largest magnitude.
+// 8-bit codes: `high` has 16 bits, `low` 12, x 27. Of normally distributed activations, which have 8 significant bits,
+// one in a hundred has a low digit.
 #pragma once
 
 #include <immintrin.h>
@@ -11,63 +17,125 @@
 namespace tilefuse {
 namespace {
 
-// 8-bit codes fill VPMADDWD's 16 bits with zeros, so their activations may fill them with digits: two of 14 bits,
-// x = scale * (d0 + 16384 d1). A group's dot product |D_i - z S_i| is at most (255 + kMaxFoldedZero) 2^13 128 < 2^31.
-inline constexpr int kWideDigits = 2;
-inline constexpr int kWideBits = 14;
+inline constexpr int kMaxGroupBlocks = kKt / kBlock;
 
-// What 3 bytes hold below the sign is 22 bits of the group's largest magnitude; 2 times 14 bits are 27.
+// One group of one row. Its dot product is sum_i scales[i] (D_i - z sums[i]), D_i the codes' with digit i, lowest
+// first.
+struct alignas(64) DigitGroup {
+  float scales[3];
+  float float_sums[3];  // sums, where they are exact: for 4-bit codes
+  int32_t sums[3];
+  float x_sum;        // of x over the group
+  int32_t low_count;  // blocks that have low digits, and which of the group these are
+  uint8_t low_blocks[kMaxGroupBlocks];
+};
+
+// What follows the digits of 4-bit codes. `high` of a block of 8 input channels is h0[8] h1[8], in the order 0 2 4 6
+// 1 3 5 7 in which codes come.
 struct ByteDigits {
-  static constexpr int kBits = 22;
-  static constexpr int kBytes = kDigits * kBlock;  // of a block
+  static constexpr int kDigitsHere = 3;
+  static constexpr int kHighBytes = 2 * kBlock;  // of a block
+  static constexpr int kLowBytes = kBlock;
+  static constexpr float kBase[kDigitsHere] = {1.0F, 256.0F, 65536.0F};
 
-  // Digits of 8 scaled activations, in the order in which 4-bit codes come, to out[kDigits][8]. Adds each to `sums`.
-  static void store(__m256i value, int8_t* out, __m256i& sums) {
+  // The power of two, as an exponent, that scales activations below 2^(exponent + 1): h1 would not hold 255 / 256 2^23.
+  static int scale_exponent(uint32_t largest, int exponent) {
+    return 22 - exponent - ((largest & 0x7F0000) == 0x7F0000);
+  }
+
+  static __m256 order(__m256 x) { return _mm256_permutevar8x32_ps(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)); }
+
+  // Adds to sums[8]: two lanes a digit.
+  static void store(__m256i value, int8_t* high, int8_t* low, __m256i& sums) {
     // Digit i plus 128 is byte i of the value plus 0x808080.
     const __m256i bias = _mm256_set1_epi32(0x808080);
     const __m256i bytes = _mm256_xor_si256(_mm256_add_epi32(value, bias), bias);
     const __m256i planes = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, -1, -1, -1, -1,  //
                                             0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, -1, -1, -1, -1);
     const __m256i halves = _mm256_shuffle_epi8(bytes, planes);
-    const __m256i digits = _mm256_permutevar8x32_epi32(halves, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(digits));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(out + 16), _mm256_extracti128_si256(digits, 1));
+    const __m256i digits = _mm256_permutevar8x32_epi32(halves, _mm256_setr_epi32(1, 5, 2, 6, 0, 4, 3, 7));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm256_castsi256_si128(digits));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(low), _mm256_extracti128_si256(digits, 1));
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), digits);
     sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
 
-  static __m256 order(__m256 x) { return _mm256_permutevar8x32_ps(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)); }
-
-  static void store_sums(__m256i sums, int32_t* out) {
-    alignas(32) int32_t s[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(s), sums);
-    for (int i = 0; i < kDigits; ++i) out[i] = s[2 * i] + s[2 * i + 1];
+  static void store_sums(const int32_t* s, int32_t* out) {
+    out[0] = s[4] + s[5];
+    out[1] = s[0] + s[1];
+    out[2] = s[2] + s[3];
   }
+
+  static bool has_low(__m256i value) { return _mm256_testz_si256(value, _mm256_set1_epi32(255)) == 0; }
 };
 
+// The same for 8-bit codes: `high` and `low` are int16 [8], input channels in their own order.
 struct WideDigits {
-  static constexpr int kBits = 27;
-  static constexpr int kBytes = 2 * kWideDigits * kBlock;
+  static constexpr int kDigitsHere = 2;
+  static constexpr int kHighBytes = 2 * kBlock;
+  static constexpr int kLowBytes = 2 * kBlock;
+  static constexpr int kLowBits = 12;
+  static constexpr float kBase[3] = {1.0F, 1 << kLowBits, 0.0F};
 
-  // To int16 out[kWideDigits][8], input channels in their own order.
-  static void store(__m256i value, int8_t* out, __m256i& sums) {
-    const __m256i half = _mm256_set1_epi32(1 << (kWideBits - 1));
-    const __m256i up = _mm256_add_epi32(value, half);
-    const __m256i low = _mm256_sub_epi32(_mm256_and_si256(up, _mm256_set1_epi32((1 << kWideBits) - 1)), half);
-    const __m256i halves = _mm256_packs_epi32(low, _mm256_srai_epi32(up, kWideBits));
-    const __m256i digits = _mm256_permute4x64_epi64(halves, 0xD8);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), digits);
-    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(digits, _mm256_set1_epi16(1)));
-  }
+  static int scale_exponent(uint32_t /*largest*/, int exponent) { return 26 - exponent; }
 
   static __m256 order(__m256 x) { return x; }
 
-  static void store_sums(__m256i sums, int32_t* out) {
-    alignas(32) int32_t s[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(s), sums);
-    for (int i = 0; i < kWideDigits; ++i) out[i] = s[4 * i] + s[4 * i + 1] + s[4 * i + 2] + s[4 * i + 3];
+  // Adds to sums[8]: four lanes a digit.
+  static void store(__m256i value, int8_t* high, int8_t* low, __m256i& sums) {
+    const __m256i half = _mm256_set1_epi32(1 << (kLowBits - 1));
+    const __m256i up = _mm256_add_epi32(value, half);
+    const __m256i low_digits = _mm256_sub_epi32(_mm256_and_si256(up, _mm256_set1_epi32((1 << kLowBits) - 1)), half);
+    const __m256i halves = _mm256_packs_epi32(_mm256_srai_epi32(up, kLowBits), low_digits);
+    const __m256i digits = _mm256_permute4x64_epi64(halves, 0xD8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm256_castsi256_si128(digits));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm256_extracti128_si256(digits, 1));
+    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(digits, _mm256_set1_epi16(1)));
+  }
+
+  static void store_sums(const int32_t* s, int32_t* out) {
+    out[0] = s[4] + s[5] + s[6] + s[7];
+    out[1] = s[0] + s[1] + s[2] + s[3];
+    out[2] = 0;
+  }
+
+  static bool has_low(__m256i value) { return _mm256_testz_si256(value, _mm256_set1_epi32((1 << kLowBits) - 1)) == 0; }
+};
+
+// Where the digits of a product's rows lie in one piece of memory.
+struct DigitMemory {
+  int64_t k = 0;
+  int64_t groups = 0;
+  int64_t rests = 0;     // DigitRest [rest_capacity(k)] at offset 0 of a row
+  int64_t group_at = 0;  // DigitGroup [groups]
+  int64_t high_at = 0;
+  int64_t low_at = 0;
+  int64_t row_bytes = 0;
+
+  explicit DigitMemory(const TileLayout& layout)
+      : k(layout.k_tiles_used() * kKt), groups(k / layout.tile_group), rests(rest_capacity(k)) {
+    const auto rounded = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
+    group_at = rounded(rests * static_cast<int64_t>(sizeof(DigitRest)));
+    high_at = group_at + rounded(groups * static_cast<int64_t>(sizeof(DigitGroup)));
+    low_at = high_at + k * 2;
+    row_bytes = low_at + k * 2;
   }
 };
+
+struct DigitRow {
+  const int8_t* high = nullptr;
+  const int8_t* low = nullptr;
+  const DigitGroup* groups = nullptr;
+  const DigitRest* rests = nullptr;
+};
+
+inline DigitRow digit_row(const DigitMemory& at, const std::byte* memory, int row) {
+  memory += row * at.row_bytes;
+  return {.high = reinterpret_cast<const int8_t*>(memory + at.high_at),
+          .low = reinterpret_cast<const int8_t*>(memory + at.low_at),
+          .groups = reinterpret_cast<const DigitGroup*>(memory + at.group_at),
+          .rests = reinterpret_cast<const DigitRest*>(memory)};
+}
 
 inline float power_of_two(int exponent) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(exponent + 127) << 23);
@@ -86,48 +154,71 @@ inline uint32_t largest_magnitude(const float* x, int count) {
   return static_cast<uint32_t>(_mm_cvtsi128_si32(half));
 }
 
-// As write_digits (activations.h).
+// One row; false if the digits can't hold it, for the reasons that write_digits (activations.h) gives.
 template <class Format>
-bool write_digits_avx2(const MatmulArgs& args, int64_t row, int64_t k, float* scratch, int8_t* digits, float* scales,
-                       int32_t* sums, DigitRest* rests) {
-  const int group = args.layout.tile_group;
-  write_row(args, row, k, scratch);
-  const DigitRest* const last_rest = rests + rest_capacity(k) - 1;
-  for (int64_t g = 0; g < k / group; ++g) {
-    const float* x = scratch + g * group;
-    const uint32_t largest = largest_magnitude(x, group);
+bool write_digit_row(const MatmulArgs& args, int64_t row, const DigitMemory& at, std::byte* memory, float* scratch) {
+  auto* rest = reinterpret_cast<DigitRest*>(memory);
+  const DigitRest* const last_rest = rest + at.rests - 1;
+  auto* groups = reinterpret_cast<DigitGroup*>(memory + at.group_at);
+  auto* high = reinterpret_cast<int8_t*>(memory + at.high_at);
+  auto* low = reinterpret_cast<int8_t*>(memory + at.low_at);
+  const int count = args.layout.tile_group;
+  write_row(args, row, at.k, scratch);
+  for (int64_t g = 0; g < at.groups; ++g) {
+    const float* x = scratch + g * count;
+    DigitGroup& group = groups[g];
+    const uint32_t largest = largest_magnitude(x, count);
     const auto exponent = static_cast<int>(largest >> 23) - 127;
     // From 2^111 on, a group's sum of code differences (below 2^15 in all) times activations could overflow.
     if (exponent > 110 || (largest != 0 && exponent < -100)) return false;
-    // The largest magnitude is below 2^(exponent + 1), scaled below 2^kBits. All-zero: any scale does.
-    const float up = largest == 0 ? 0.0F : power_of_two(Format::kBits - 1 - exponent);
-    scales[g] = largest == 0 ? 0.0F : power_of_two(exponent - (Format::kBits - 1));
-    __m256i group_sums = _mm256_setzero_si256();
+    const int up_exponent = largest == 0 ? 0 : Format::scale_exponent(largest, exponent);
+    const float up = power_of_two(up_exponent);
+    const float scale = power_of_two(-up_exponent);
+    for (int i = 0; i < 3; ++i) group.scales[i] = scale * (i < Format::kDigitsHere ? Format::kBase[i] : 0.0F);
+    group.low_count = 0;
+    __m256i sums = _mm256_setzero_si256();
     __m256 inexact = _mm256_setzero_ps();
-    for (int b = 0; b < group / kBlock; ++b, digits += Format::kBytes) {
+    for (int b = 0; b < count / kBlock; ++b, high += Format::kHighBytes, low += Format::kLowBytes) {
       const __m256 scaled = _mm256_mul_ps(Format::order(_mm256_loadu_ps(x + b * kBlock)), _mm256_set1_ps(up));
       const __m256i value = _mm256_cvtps_epi32(scaled);
       inexact = _mm256_or_ps(inexact, _mm256_cmp_ps(_mm256_cvtepi32_ps(value), scaled, _CMP_NEQ_UQ));
-      Format::store(value, digits, group_sums);
+      Format::store(value, high, low, sums);
+      group.low_blocks[group.low_count] = static_cast<uint8_t>(b);
+      group.low_count += Format::has_low(value) ? 1 : 0;
     }
-    Format::store_sums(group_sums, sums + g * kDigits);
+    alignas(32) int32_t lanes[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sums);
+    Format::store_sums(lanes, group.sums);
+    group.x_sum = 0.0F;
+    for (int i = 2; i >= 0; --i) {
+      group.float_sums[i] = static_cast<float>(group.sums[i]);
+      group.x_sum += group.scales[i] * group.float_sums[i];
+    }
     if (_mm256_movemask_ps(inexact) == 0) continue;
-    for (int i = 0; i < group; ++i) {
-      const float scaled = x[i] * up;
-      const float rest = x[i] - static_cast<float>(_mm_cvtss_si32(_mm_set_ss(scaled))) * scales[g];
-      if (rest == 0.0F) continue;
-      if (rests == last_rest) return false;
-      *rests++ = {.k = g * group + i, .value = rest};
+    for (int i = 0; i < count; ++i) {
+      const float value = x[i] - static_cast<float>(_mm_cvtss_si32(_mm_set_ss(x[i] * up))) * scale;
+      if (value == 0.0F) continue;
+      if (rest == last_rest) return false;
+      *rest++ = {.k = g * count + i, .value = value};
     }
   }
-  *rests = {.k = kNoRest};
+  *rest = {.k = kNoRest};
   return true;
 }
 
-bool write_digits_avx2(const MatmulArgs& args, int64_t row, int64_t k, float* scratch, int8_t* digits, float* scales,
-                       int32_t* sums, DigitRest* rests) {
-  return args.layout.bits == 4 ? write_digits_avx2<ByteDigits>(args, row, k, scratch, digits, scales, sums, rests)
-                               : write_digits_avx2<WideDigits>(args, row, k, scratch, digits, scales, sums, rests);
+int64_t digit_bytes_avx2(const MatmulArgs& args) {
+  const DigitMemory at(args.layout);
+  return args.m * at.row_bytes + at.k * 4;
+}
+
+bool write_digits_avx2(const MatmulArgs& args, std::byte* memory) {
+  const DigitMemory at(args.layout);
+  const auto write = args.layout.bits == 4 ? write_digit_row<ByteDigits> : write_digit_row<WideDigits>;
+  auto* scratch = reinterpret_cast<float*>(memory + args.m * at.row_bytes);
+  for (int64_t r = 0; r < args.m; ++r) {
+    if (!write(args, r, at, memory + r * at.row_bytes, scratch)) return false;
+  }
+  return true;
 }
 
 }  // namespace

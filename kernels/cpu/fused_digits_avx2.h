@@ -1,13 +1,13 @@
-// Fused matmul for few rows on AVX2: codes times the activations' digits (digits_avx2.h), in exact integers, as
-// fused_digits.h does with AVX512_VNNI.
+// Fused matmul for few rows on AVX2: codes times the activations' digits (digits_avx2.h), in exact integers.
 //
 // 4-bit codes: VPMADDUBSW adds two products of a code and an 8-bit digit, at most 2 15 128 = 3840; 8 such sums, those
-// of 4 blocks, fit 16 bits. 8-bit codes: VPMADDWD adds products with 14-bit digits in 32 bits. Zero points cancel
-// before anything is rounded.
+// of 4 blocks, fit 16 bits. 8-bit codes: VPMADDWD adds products with wider digits in 32 bits. Zero points cancel before
+// anything is rounded, and the lowest digits are multiplied only in blocks that have any.
 #pragma once
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "digits_avx2.h"
@@ -30,79 +30,58 @@ inline __m256i load_z8(const std::byte* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 
-// Digits of the rows of one tile group.
-struct DigitGroup {
-  const int8_t* digits = nullptr;
-  const float* scales = nullptr;
-  const int32_t* sums = nullptr;
-  int64_t row_digits = 0;  // bytes from one row to the next
-  int64_t row_groups = 0;  // scales from one row to the next
-
-  [[nodiscard]] DigitGroup from_row(int r) const {
-    return {digits + r * row_digits, scales + r * row_groups, sums + r * row_groups * kDigits, row_digits, row_groups};
-  }
-};
-
 // Scales, zero points and what is left of minima, of 8 output channels in one group.
 struct Affine8 {
   __m256 scale;
   __m256i zero;
   __m256 rest;  // m + z s
-  bool minima;
 
-  Affine8(const TileLayout& layout, const std::byte* tile, int group, int n) : minima(layout.zero == ZeroKind::m16) {
+  // Minima fold into zero points of [least, most]: further out than any code they don't cancel.
+  Affine8(const TileLayout& layout, const std::byte* tile, int group, int n, float least, float most) {
     const int64_t at = static_cast<int64_t>(group) * kNt + n;
     scale = load_bf16_8(tile + layout.scale_offset + at * 2);
-    if (!minima) {
+    if (layout.zero == ZeroKind::z8) {
       zero = load_z8(tile + layout.zero_offset + at);
       rest = _mm256_setzero_ps();
       return;
     }
     // As fold_minimum does; the order of operands makes 0 / 0 a bound.
     const __m256 m = load_bf16_8(tile + layout.zero_offset + at * 2);
-    const __m256 limit = _mm256_set1_ps(kMaxFoldedZero);
     const __m256 exact = _mm256_div_ps(_mm256_sub_ps(_mm256_setzero_ps(), m), scale);
-    const __m256 bounded = _mm256_max_ps(_mm256_min_ps(exact, limit), _mm256_sub_ps(_mm256_setzero_ps(), limit));
-    zero = _mm256_cvtps_epi32(bounded);
+    zero = _mm256_cvtps_epi32(_mm256_max_ps(_mm256_min_ps(exact, _mm256_set1_ps(most)), _mm256_set1_ps(least)));
     rest = _mm256_fmadd_ps(_mm256_cvtepi32_ps(zero), scale, m);
-  }
-
-  // acc[0..7] += the group's contribution: dot times scale, sum being that of x over the group.
-  void add(__m256 dot, float x_sum, float* acc) const {
-    __m256 sum = _mm256_loadu_ps(acc);
-    if (minima) sum = _mm256_fmadd_ps(rest, _mm256_set1_ps(x_sum), sum);
-    _mm256_storeu_ps(acc, _mm256_fmadd_ps(dot, scale, sum));
   }
 };
 
-// D_i and z S_i are integers below 2^24 here, so floats hold them exactly.
-inline void finish_bytes(const Affine8& affine, const __m256i (&dots)[kDigits], const float* x_scale,
-                         const int32_t* x_sums, float* acc) {
-  const __m256 zero = _mm256_cvtepi32_ps(affine.zero);
-  __m256 d[kDigits];
-  float sums[kDigits];
-  for (int i = 0; i < kDigits; ++i) {
-    sums[i] = static_cast<float>(x_sums[i]);
-    d[i] = _mm256_fnmadd_ps(zero, _mm256_set1_ps(sums[i]), _mm256_cvtepi32_ps(dots[i]));
-  }
-  __m256 dot = _mm256_fmadd_ps(d[1], _mm256_set1_ps(256.0F), d[0]);
-  dot = _mm256_fmadd_ps(d[2], _mm256_set1_ps(65536.0F), dot);
-  const float x_sum = affine.minima ? *x_scale * (sums[0] + 256.0F * sums[1] + 65536.0F * sums[2]) : 0.0F;
-  affine.add(_mm256_mul_ps(dot, _mm256_set1_ps(*x_scale)), x_sum, acc);
+// acc[0..7] += what a group contributes: dot times scale and, with minima, what is left of them times the sum of x.
+inline void add_group(const TileLayout& layout, const Affine8& affine, __m256 dot, const DigitGroup& x, float* acc) {
+  __m256 sum = _mm256_loadu_ps(acc);
+  if (layout.zero == ZeroKind::m16) sum = _mm256_fmadd_ps(affine.rest, _mm256_set1_ps(x.x_sum), sum);
+  _mm256_storeu_ps(acc, _mm256_fmadd_ps(dot, affine.scale, sum));
 }
 
-// What converting D_i - z S_i to float rounds away is less than 2^-24 of sum |q - z| |x|: |d_0| is at most |x / scale|.
-inline void finish_wide(const Affine8& affine, const __m256i (&dots)[kWideDigits], const float* x_scale,
-                        const int32_t* x_sums, float* acc) {
-  __m256 d[kWideDigits];
-  for (int i = 0; i < kWideDigits; ++i) {
-    const __m256i correction = _mm256_mullo_epi32(affine.zero, _mm256_set1_epi32(x_sums[i]));
-    d[i] = _mm256_cvtepi32_ps(_mm256_sub_epi32(dots[i], correction));
+// D_i, z S_i and their difference are integers below 2^24 here, so floats hold them exactly.
+inline __m256 dot_w4(__m256 zero, const __m256i (&dots)[3], const DigitGroup& x) {
+  __m256 sum;
+  for (int i = 0; i < 3; ++i) {
+    const __m256 d = _mm256_fnmadd_ps(zero, _mm256_set1_ps(x.float_sums[i]), _mm256_cvtepi32_ps(dots[i]));
+    const __m256 scale = _mm256_set1_ps(x.scales[i]);
+    sum = i == 0 ? _mm256_mul_ps(d, scale) : _mm256_fmadd_ps(d, scale, sum);
   }
-  constexpr float kUp = 1 << kWideBits;
-  const __m256 dot = _mm256_fmadd_ps(d[1], _mm256_set1_ps(kUp), d[0]);
-  const float x_sum = *x_scale * (static_cast<float>(x_sums[0]) + kUp * static_cast<float>(x_sums[1]));
-  affine.add(_mm256_mul_ps(dot, _mm256_set1_ps(*x_scale)), x_sum, acc);
+  return sum;
+}
+
+// |D_i - z S_i| is at most 510 2^15 128 < 2^31. What converting it to float rounds away is less than 2^-24 of
+// sum |q - z| |x|, as |low| and |kBase high| are at most about |x / scale|.
+inline __m256 dot_w8(__m256i zero, const __m256i (&dots)[2], const DigitGroup& x) {
+  __m256 sum;
+  for (int i = 0; i < 2; ++i) {
+    const __m256i correction = _mm256_mullo_epi32(zero, _mm256_set1_epi32(x.sums[i]));
+    const __m256 d = _mm256_cvtepi32_ps(_mm256_sub_epi32(dots[i], correction));
+    const __m256 scale = _mm256_set1_ps(x.scales[i]);
+    sum = i == 0 ? _mm256_mul_ps(d, scale) : _mm256_fmadd_ps(d, scale, sum);
+  }
+  return sum;
 }
 
 // Makes the compiler add in the order written: left to itself it forms trees that keep many more registers live.
@@ -114,66 +93,133 @@ inline __m256i broadcast_4(const int8_t* p) {
   return _mm256_set1_epi32(v);
 }
 
-// 8 kVectors output channels of one group, from n on, times kRowsHere rows. A 32-bit lane of codes is one output
-// channel: input channels 0 2 4 6 in the low nibbles, 1 3 5 7 in the high ones.
-template <int kRowsHere, int kVectors>
-inline void channels_w4(const TileLayout& layout, const std::byte* tile, int group, int n, const DigitGroup& x,
-                        float* acc) {
-  constexpr int kBlocksIn16Bits = 4;
-  const int blocks = layout.tile_group / kBlock;
-  const std::byte* codes = tile + group * blocks * (kNt * 4) + n * 4;
-  const int8_t* digits = x.digits;
-  const __m256i low_mask = _mm256_set1_epi8(15);
-  __m256i dots[kRowsHere][kVectors][kDigits];
-  for (auto& row : dots) {
-    for (auto& vector : row) {
-      for (__m256i& d : vector) d = _mm256_setzero_si256();
+inline __m256i broadcast_16(const int8_t* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// The codes of 8 output channels in one block, 4 bits each: a 32-bit lane is one output channel, input channels 0 2 4 6
+// in its low nibbles and 1 3 5 7 in its high ones.
+struct Nibbles {
+  __m256i low;
+  __m256i high;
+
+  explicit Nibbles(const std::byte* codes) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    const __m256i w = _mm256_load_si256(reinterpret_cast<const __m256i*>(codes));
+    low = _mm256_and_si256(w, mask);
+    high = _mm256_and_si256(_mm256_srli_epi16(w, 4), mask);
+  }
+
+  // sum += codes times the digits of one block, in the order low, high.
+  void add_to(__m256i& sum, __m256i d_low, __m256i d_high) const {
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(low, d_low));
+    in_order(sum);
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(high, d_high));
+    in_order(sum);
+  }
+};
+
+constexpr int kBlocksIn16Bits = 4;
+
+// dots[64] = codes times the lowest digits.
+inline void low_dots_w4(const std::byte* codes, const int8_t* digits, const DigitGroup& x, int32_t* dots) {
+  constexpr int kVectors = kNt / 8;
+  auto* out = reinterpret_cast<__m256i*>(dots);
+  for (int v = 0; v < kVectors; ++v) _mm256_store_si256(out + v, _mm256_setzero_si256());
+  for (int first = 0; first < x.low_count; first += kBlocksIn16Bits) {
+    const int end = std::min(first + kBlocksIn16Bits, x.low_count);
+    __m256i sums[kVectors];
+    for (__m256i& sum : sums) sum = _mm256_setzero_si256();
+    for (int i = first; i < end; ++i) {
+      const int block = x.low_blocks[i];
+      const __m256i d_low = broadcast_4(digits + block * ByteDigits::kLowBytes);
+      const __m256i d_high = broadcast_4(digits + block * ByteDigits::kLowBytes + 4);
+      for (int v = 0; v < kVectors; ++v) Nibbles(codes + block * (kNt * 4) + v * 32).add_to(sums[v], d_low, d_high);
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      const __m256i wide = _mm256_madd_epi16(sums[v], _mm256_set1_epi16(1));
+      _mm256_store_si256(out + v, _mm256_add_epi32(_mm256_load_si256(out + v), wide));
     }
   }
-  for (int kb = 0; kb < blocks; kb += kBlocksIn16Bits) {
-    __m256i sums[kRowsHere][kVectors][kDigits];
-#pragma GCC unroll 4
-    for (int b = 0; b < kBlocksIn16Bits; ++b, codes += kNt * 4, digits += ByteDigits::kBytes) {
-      __m256i low[kVectors];
-      __m256i high[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        const __m256i w = _mm256_load_si256(reinterpret_cast<const __m256i*>(codes + v * 32));
-        if ((v * 32) % 64 == 0 && (kVectors % 2 == 0 || n % 16 == 0)) {
-          prefetch_line(codes + v * 32 + kTilesAhead256 * layout.tile_bytes);
+}
+
+// One group of one tile and the rows' digits there.
+template <int kRowsHere>
+struct GroupOperands {
+  const TileLayout& layout;
+  const std::byte* tile;
+  int group;
+  const std::byte* codes;
+  const int8_t* high[kRowsHere];
+  const int8_t* low[kRowsHere];
+  const DigitGroup* x[kRowsHere];
+
+  GroupOperands(const TileRun& run, int64_t kt, int g, const DigitRow* rows)
+      : layout(*run.layout), tile(run.tiles + kt * layout.tile_bytes), group(g) {
+    const int blocks = layout.tile_group / kBlock;
+    codes = tile + g * blocks * (kNt * layout.bits);
+    const int64_t at = kt * layout.groups_per_tile() + g;
+    for (int r = 0; r < kRowsHere; ++r) {
+      high[r] = rows[r].high + at * blocks * ByteDigits::kHighBytes;
+      low[r] = rows[r].low + at * blocks * (layout.bits == 4 ? ByteDigits::kLowBytes : WideDigits::kLowBytes);
+      x[r] = rows[r].groups + at;
+    }
+  }
+};
+
+static_assert(ByteDigits::kHighBytes == WideDigits::kHighBytes);
+
+template <int kRowsHere, int kVectors>
+inline void group_w4(const GroupOperands<kRowsHere>& op, float* acc) {
+  constexpr int kHigh = 2;
+  const int blocks = op.layout.tile_group / kBlock;
+  alignas(32) int32_t low[kRowsHere][kNt];
+  for (int r = 0; r < kRowsHere; ++r) low_dots_w4(op.codes, op.low[r], *op.x[r], low[r]);
+  for (int n = 0; n < kNt; n += 8 * kVectors) {
+    const std::byte* codes = op.codes + n * 4;
+    __m256i dots[kRowsHere][kVectors][3];
+    for (auto& row : dots) {
+      for (auto& vector : row) {
+        for (__m256i& d : vector) d = _mm256_setzero_si256();
+      }
+    }
+    for (int kb = 0; kb < blocks; kb += kBlocksIn16Bits) {
+      __m256i sums[kRowsHere][kVectors][kHigh];
+      for (auto& row : sums) {
+        for (auto& vector : row) {
+          for (__m256i& d : vector) d = _mm256_setzero_si256();
         }
-        low[v] = _mm256_and_si256(w, low_mask);
-        high[v] = _mm256_and_si256(_mm256_srli_epi16(w, 4), low_mask);
+      }
+#pragma GCC unroll 4
+      for (int b = kb; b < kb + kBlocksIn16Bits; ++b, codes += kNt * 4) {
+        if (kVectors % 2 == 0 || n % 16 == 0) prefetch_line(codes + kTilesAhead256 * op.layout.tile_bytes);
+        for (int v = 0; v < kVectors; ++v) {
+          const Nibbles q(codes + v * 32);
+          for (int r = 0; r < kRowsHere; ++r) {
+            for (int i = 0; i < kHigh; ++i) {
+              const int8_t* d = op.high[r] + b * ByteDigits::kHighBytes + i * kBlock;
+              q.add_to(sums[r][v][i], broadcast_4(d), broadcast_4(d + 4));
+            }
+          }
+        }
       }
       for (int r = 0; r < kRowsHere; ++r) {
-        for (int i = 0; i < kDigits; ++i) {
-          const int8_t* d = digits + r * x.row_digits + i * kBlock;
-          const __m256i d_low = broadcast_4(d);
-          const __m256i d_high = broadcast_4(d + 4);
-          for (int v = 0; v < kVectors; ++v) {
-            const __m256i first = _mm256_maddubs_epi16(low[v], d_low);
-            __m256i& sum = sums[r][v][i];
-            sum = b == 0 ? first : _mm256_add_epi16(sum, first);
-            in_order(sum);
-            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(high[v], d_high));
-            in_order(sum);
+        for (int v = 0; v < kVectors; ++v) {
+          for (int i = 0; i < kHigh; ++i) {
+            const __m256i wide = _mm256_madd_epi16(sums[r][v][i], _mm256_set1_epi16(1));
+            dots[r][v][1 + i] = _mm256_add_epi32(dots[r][v][1 + i], wide);
           }
         }
       }
     }
-    for (int r = 0; r < kRowsHere; ++r) {
-      for (int v = 0; v < kVectors; ++v) {
-        for (int i = 0; i < kDigits; ++i) {
-          const __m256i wide = _mm256_madd_epi16(sums[r][v][i], _mm256_set1_epi16(1));
-          dots[r][v][i] = _mm256_add_epi32(dots[r][v][i], wide);
-        }
+    for (int v = 0; v < kVectors; ++v) {
+      const int at = n + v * 8;
+      const Affine8 affine(op.layout, op.tile, op.group, at, -kMaxFoldedZero, kMaxFoldedZero);
+      const __m256 zero = _mm256_cvtepi32_ps(affine.zero);
+      for (int r = 0; r < kRowsHere; ++r) {
+        dots[r][v][0] = _mm256_load_si256(reinterpret_cast<const __m256i*>(low[r] + at));
+        add_group(op.layout, affine, dot_w4(zero, dots[r][v], *op.x[r]), *op.x[r], acc + r * kNt + at);
       }
-    }
-  }
-  for (int v = 0; v < kVectors; ++v) {
-    const Affine8 affine(layout, tile, group, n + v * 8);
-    for (int r = 0; r < kRowsHere; ++r) {
-      finish_bytes(affine, dots[r][v], x.scales + r * x.row_groups, x.sums + r * x.row_groups * kDigits,
-                   acc + r * kNt + n + v * 8);
     }
   }
 }
@@ -184,29 +230,51 @@ inline __m256i sum_quads(const __m256i (&v)[4]) {
   return _mm256_permutevar8x32_epi32(even_odd, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-// 8 output channels of one group, from n on: each 8 bytes, input channels in their own order.
-inline void channels_w8(const TileLayout& layout, const std::byte* tile, int group, int n, const DigitGroup& x,
-                        float* acc) {
-  const int blocks = layout.tile_group / kBlock;
-  const std::byte* codes = tile + group * blocks * (kNt * 8) + n * 8;
-  const int8_t* digits = x.digits;
-  __m256i sums[kWideDigits][4];
-  for (auto& digit : sums) {
-    for (__m256i& s : digit) s = _mm256_setzero_si256();
-  }
-  for (int kb = 0; kb < blocks; ++kb, codes += kNt * 8, digits += WideDigits::kBytes) {
-    prefetch_line(codes + kTilesAhead256 * layout.tile_bytes);
-    __m256i d[kWideDigits];
-    for (int i = 0; i < kWideDigits; ++i) {
-      d[i] = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(digits + i * 16)));
-    }
+// Two output channels of one block.
+inline __m256i load_w8(const std::byte* codes) {
+  return _mm256_cvtepu8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(codes)));
+}
+
+inline __m256i low_dots_w8(const std::byte* codes, const int8_t* digits, const DigitGroup& x) {
+  if (x.low_count == 0) return _mm256_setzero_si256();
+  __m256i sums[4];
+  for (__m256i& sum : sums) sum = _mm256_setzero_si256();
+  for (int i = 0; i < x.low_count; ++i) {
+    const int block = x.low_blocks[i];
+    const __m256i d = broadcast_16(digits + block * WideDigits::kLowBytes);
     for (int v = 0; v < 4; ++v) {
-      const __m256i w = _mm256_cvtepu8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(codes + v * 16)));
-      for (int i = 0; i < kWideDigits; ++i) sums[i][v] = _mm256_add_epi32(sums[i][v], _mm256_madd_epi16(w, d[i]));
+      sums[v] = _mm256_add_epi32(sums[v], _mm256_madd_epi16(load_w8(codes + block * (kNt * 8) + v * 16), d));
     }
   }
-  const __m256i dots[kWideDigits] = {sum_quads(sums[0]), sum_quads(sums[1])};
-  finish_wide(Affine8(layout, tile, group, n), dots, x.scales, x.sums, acc + n);
+  return sum_quads(sums);
+}
+
+template <int kRowsHere>
+inline void group_w8(const GroupOperands<kRowsHere>& op, float* acc) {
+  const int blocks = op.layout.tile_group / kBlock;
+  for (int n = 0; n < kNt; n += 8) {
+    const std::byte* codes = op.codes + n * 8;
+    __m256i sums[kRowsHere][4];
+    for (auto& row : sums) {
+      for (__m256i& sum : row) sum = _mm256_setzero_si256();
+    }
+    for (int b = 0; b < blocks; ++b) {
+      const std::byte* at = codes + b * (kNt * 8);
+      prefetch_line(at + kTilesAhead256 * op.layout.tile_bytes);
+      __m256i d[kRowsHere];
+      for (int r = 0; r < kRowsHere; ++r) d[r] = broadcast_16(op.high[r] + b * WideDigits::kHighBytes);
+      for (int v = 0; v < 4; ++v) {
+        const __m256i w = load_w8(at + v * 16);
+        for (int r = 0; r < kRowsHere; ++r) sums[r][v] = _mm256_add_epi32(sums[r][v], _mm256_madd_epi16(w, d[r]));
+      }
+    }
+    // Beyond these bounds |q - z| is at least half of |z| for every code, and at most 510.
+    const Affine8 affine(op.layout, op.tile, op.group, n, -255.0F, 510.0F);
+    for (int r = 0; r < kRowsHere; ++r) {
+      const __m256i dots[2] = {low_dots_w8(codes, op.low[r], *op.x[r]), sum_quads(sums[r])};
+      add_group(op.layout, affine, dot_w8(affine.zero, dots, *op.x[r]), *op.x[r], acc + r * kNt + n);
+    }
+  }
 }
 
 // acc[0..63] += value * the weights of input channel k of the tile.
@@ -243,57 +311,49 @@ inline void prefetch_affine(const TileLayout& layout, const std::byte* tile, int
   for (int64_t i = 0; i < zero_bytes; i += 64) prefetch_line(ahead + layout.zero_offset + group * zero_bytes + i);
 }
 
+// Rows [first, rows) of one group, kRowsHere at a time.
 template <int kRowsHere, int kVectors>
-inline void group_w4_256(const TileLayout& layout, const std::byte* tile, int group, const DigitGroup& x, float* acc) {
-  for (int n = 0; n < kNt; n += 8 * kVectors) {
-    channels_w4<kRowsHere, kVectors>(layout, tile, group, n, x, acc);
+inline int rows_of_group(const TileRun& run, int64_t kt, int group, const DigitRow* x, int first, int rows,
+                         float* acc) {
+  for (; first + kRowsHere <= rows; first += kRowsHere) {
+    const GroupOperands<kRowsHere> op(run, kt, group, x + first);
+    if (run.layout->bits == 4) {
+      group_w4<kRowsHere, kVectors>(op, acc + first * kNt);
+    } else {
+      group_w8<kRowsHere>(op, acc + first * kNt);
+    }
   }
+  return first;
 }
 
-inline void rows_w4(const TileLayout& layout, const std::byte* tile, int group, const DigitGroup& x, int rows,
-                    float* acc) {
-  int r = 0;
-  for (; r + 2 <= rows; r += 2) group_w4_256<2, 1>(layout, tile, group, x.from_row(r), acc + r * kNt);
-  if (r < rows) group_w4_256<1, 2>(layout, tile, group, x.from_row(r), acc + r * kNt);
-}
+constexpr int kMaxFewRows = 8;
 
-inline void rows_w8(const TileLayout& layout, const std::byte* tile, int group, const DigitGroup& x, int rows,
-                    float* acc) {
-  for (int r = 0; r < rows; ++r) {
-    const DigitGroup row = x.from_row(r);
-    for (int n = 0; n < kNt; n += 8) channels_w8(layout, tile, group, n, row, acc + r * kNt);
-  }
-}
-
-void fused_digits_avx2(const TileRun& run, const DigitRows& x, int rows, float* acc) {
+void fused_digits_avx2(const TileRun& run, const std::byte* digits, int rows, float* acc) {
   const TileLayout& layout = *run.layout;
-  const bool w4 = layout.bits == 4;
-  const int tile_groups = layout.groups_per_tile();
-  const int64_t block_bytes = w4 ? ByteDigits::kBytes : WideDigits::kBytes;
-  DigitGroup group = {.digits = x.digits,
-                      .scales = x.scales,
-                      .sums = x.sums,
-                      .row_digits = x.k / kBlock * block_bytes,
-                      .row_groups = x.k / layout.tile_group};
+  const DigitMemory at(layout);
   std::memset(acc, 0, sizeof(float) * static_cast<size_t>(rows) * kNt);
-  const DigitRest* rest[kMaxDigitRows];
-  for (int r = 0; r < rows; ++r) rest[r] = x.rests + r * rest_capacity(x.k);
+  DigitRow x[kMaxFewRows];
+  for (int r = 0; r < rows; ++r) x[r] = digit_row(at, digits, r);
   for (int64_t kt = 0; kt < layout.k_tiles_used(); ++kt) {
     const std::byte* tile = run.tiles + kt * layout.tile_bytes;
-    for (int g = 0; g < tile_groups; ++g) {
+    for (int g = 0; g < layout.groups_per_tile(); ++g) {
       prefetch_affine(layout, tile, g);
-      (w4 ? rows_w4 : rows_w8)(layout, tile, g, group, rows, acc);
-      group.digits += layout.tile_group / kBlock * block_bytes;
-      group.scales += 1;
-      group.sums += kDigits;
+      const int done = rows_of_group<2, 1>(run, kt, g, x, 0, rows, acc);
+      rows_of_group<1, 2>(run, kt, g, x, done, rows, acc);
     }
     for (int r = 0; r < rows; ++r) {
-      for (; rest[r]->k < (kt + 1) * kKt; ++rest[r]) {
-        add_rest_256(layout, tile, static_cast<int>(rest[r]->k - kt * kKt), rest[r]->value, acc + r * kNt);
+      for (; x[r].rests->k < (kt + 1) * kKt; ++x[r].rests) {
+        add_rest_256(layout, tile, static_cast<int>(x[r].rests->k - kt * kKt), x[r].rests->value, acc + r * kNt);
       }
     }
   }
 }
+
+constexpr FewRowsKernels kFewRowsAvx2 = {
+    .bytes = digit_bytes_avx2,
+    .write = write_digits_avx2,
+    .fused = fused_digits_avx2,
+};
 
 }  // namespace
 }  // namespace tilefuse

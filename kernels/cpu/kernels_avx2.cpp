@@ -34,11 +34,10 @@ struct Simd8 {
 const MatmulKernels& matmul_kernels_avx2() {
   static constexpr MatmulKernels kernels = {
       .fused_w4_f32 = nullptr,
-      .fused_digits = fused_digits_avx2,
-      .write_digits = write_digits_avx2,
-      .digit_bytes_w8 = 2 * kWideDigits,
-      .fused_rows_w4 = kMaxDigitRows,
-      .fused_rows_w8 = kMaxDigitRows,
+      .fused_digits = nullptr,
+      .few = &kFewRowsAvx2,
+      .fused_rows_w4 = 4,
+      .fused_rows_w8 = 4,
       .dequantise = dequantise_f32<Simd8>,
       .panel_rows = panel_rows_f32<Simd8>,
       .passes = nullptr,

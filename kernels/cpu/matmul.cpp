@@ -37,23 +37,29 @@ bool matmul_digits(const MatmulArgs& args, const MatmulKernels& kernels) {
   const int64_t sums_bytes = args.m * groups * kDigits * 4;
   const int64_t scales_bytes = args.m * groups * 4;
   const int64_t rests_bytes = args.m * rest_capacity(k) * static_cast<int64_t>(sizeof(DigitRest));
-  const int64_t row_bytes = k * (args.layout.bits == 4 ? kDigits : kernels.digit_bytes_w8);
-  std::byte* memory = t_activations.at_least(rests_bytes + sums_bytes + scales_bytes + k * 4 + args.m * row_bytes);
+  std::byte* memory = t_activations.at_least(rests_bytes + sums_bytes + scales_bytes + k * 4 + args.m * k * kDigits);
   auto* rests = reinterpret_cast<DigitRest*>(memory);
   auto* sums = reinterpret_cast<int32_t*>(memory += rests_bytes);
   auto* scales = reinterpret_cast<float*>(memory += sums_bytes);
   auto* floats = reinterpret_cast<float*>(memory += scales_bytes);
   auto* digits = reinterpret_cast<int8_t*>(memory += k * 4);
-  const auto write = kernels.write_digits == nullptr ? write_digits : kernels.write_digits;
   for (int64_t r = 0; r < args.m; ++r) {
-    if (!write(args, r, k, floats, digits + r * row_bytes, scales + r * groups, sums + r * groups * kDigits,
-               rests + r * rest_capacity(k))) {
+    if (!write_digits(args, r, k, floats, digits + r * k * kDigits, scales + r * groups, sums + r * groups * kDigits,
+                      rests + r * rest_capacity(k))) {
       return false;
     }
   }
   const DigitRows x = {.digits = digits, .scales = scales, .sums = sums, .rests = rests, .k = k};
   fused_over_tiles(
       args, [&](const TileRun& run, float* acc) { kernels.fused_digits(run, x, static_cast<int>(args.m), acc); });
+  return true;
+}
+
+bool matmul_few(const MatmulArgs& args, const FewRowsKernels& kernels) {
+  std::byte* digits = t_activations.at_least(kernels.bytes(args));
+  if (!kernels.write(args, digits)) return false;
+  fused_over_tiles(args,
+                   [&](const TileRun& run, float* acc) { kernels.fused(run, digits, static_cast<int>(args.m), acc); });
   return true;
 }
 
@@ -214,6 +220,7 @@ void matmul(const MatmulArgs& args) {
   const MatmulKernels& kernels = matmul_kernels(current_level());
   const bool w4 = args.layout.bits == 4;
   if (args.m <= (w4 ? kernels.fused_rows_w4 : kernels.fused_rows_w8)) {
+    if (kernels.few != nullptr && matmul_few(args, *kernels.few)) return;
     if (kernels.fused_digits != nullptr && matmul_digits(args, kernels)) return;
     if (kernels.fused_w4_f32 != nullptr && w4) return matmul_fused_f32(args, kernels);
   }

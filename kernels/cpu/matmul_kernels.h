@@ -32,7 +32,7 @@ inline constexpr int64_t kNoRest = INT64_MAX;
 
 struct DigitRows {
   // [rows][k / 8][kDigits][8]; input channels of a block in the order 0 2 4 6 1 3 5 7 for 4-bit codes, else in their
-  // own. AVX2 has a format of its own for 8-bit codes (digits_avx2.h).
+  // own.
   const int8_t* digits = nullptr;
   const float* scales = nullptr;     // [rows][k / tile_group]
   const int32_t* sums = nullptr;     // [rows][k / tile_group][kDigits]: sum of each digit over the group
@@ -86,14 +86,21 @@ struct PassKernels {
   void (*store_row)(const MatmulArgs& args, int64_t row, int64_t n_tile, const float* acc);
 };
 
+// Few rows as digits in a format of the level's own.
+struct FewRowsKernels {
+  // Bytes that `write` fills for args.m rows.
+  int64_t (*bytes)(const MatmulArgs& args);
+  // False if a row can't be held (as write_digits, activations.h).
+  bool (*write)(const MatmulArgs& args, std::byte* digits);
+  // acc[rows][64] is overwritten.
+  void (*fused)(const TileRun&, const std::byte* digits, int rows, float* acc);
+};
+
 struct MatmulKernels {
   // Fused kernels: unpack in registers, no panel. acc[rows][64] is overwritten. Null where the panel path is better.
   void (*fused_w4_f32)(const TileRun&, const float* x, int64_t x_stride, int rows, float* acc);
   void (*fused_digits)(const TileRun&, const DigitRows&, int rows, float* acc);
-  // As write_digits (activations.h), in the format that fused_digits reads; null: that one.
-  bool (*write_digits)(const MatmulArgs& args, int64_t row, int64_t k, float* scratch, int8_t* digits, float* scales,
-                       int32_t* sums, DigitRest* rests) = nullptr;
-  int digit_bytes_w8 = kDigits;  // bytes of digits an input channel where codes have 8 bits; kDigits where they have 4
+  const FewRowsKernels* few = nullptr;  // in place of fused_digits; null: none
   // Up to this many rows those are the faster ones; 0: never.
   int fused_rows_w4;
   int fused_rows_w8;
