@@ -263,42 +263,62 @@ Make = Callable[[Path, np.random.Generator, int, int], Truth]
 """Saves a checkpoint with one layer "layer" of K inputs and N outputs into a directory, and returns what it holds."""
 
 
-def _maker(
-    encode: Callable[[Truth], dict[str, Array]], config: Callable[[int, int], dict[str, Any]], **options: Any
-) -> Make:
-    def make(directory: Path, rng: np.random.Generator, k: int, n: int) -> Truth:
-        layer = truth(rng, k, n, **options)
-        group = options.get("group", -1)
-        save(directory, named("layer", encode(layer)), config(layer.bits, group))
+@dataclass(frozen=True)
+class Kind:
+    """A kind of checkpoint: how a layer's tensors are made, what the configuration says, and options of `truth`."""
+
+    encode: Callable[[Truth], dict[str, Array]]
+    config: Callable[[int, int], dict[str, Any]]
+    options: Mapping[str, Any]
+
+    def truth(self, rng: np.random.Generator, k: int, n: int, **more: Any) -> Truth:
+        """A layer of this kind."""
+        return truth(rng, k, n, **{**self.options, **more})
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """Its quantization_config."""
+        return self.config(self.options.get("bits", 4), self.options.get("group", -1))
+
+    def make(self, directory: Path, rng: np.random.Generator, k: int, n: int) -> Truth:
+        """See `Make`."""
+        layer = self.truth(rng, k, n)
+        save(directory, named("layer", self.encode(layer)), self.quantization)
         return layer
 
-    return make
+
+def _kind(
+    encode: Callable[[Truth], dict[str, Array]], config: Callable[[int, int], dict[str, Any]], **options: Any
+) -> Kind:
+    return Kind(encode, config, options)
 
 
 def _ct(bits: int, group: int, **more: Any) -> dict[str, Any]:
     return ct_config(bits, None if group == -1 else group, **more)
 
 
-MAKERS: dict[str, Make] = {
-    "awq-gemm": _maker(awq_gemm, awq_config, group=32, bias=True),
-    "awq-gemm-w8": _maker(awq_gemm, awq_config, bits=8, group=32),
-    "awq-gemm-symmetric": _maker(awq_gemm, lambda b, g: awq_config(b, g, zero_point=False), group=32, symmetric=True),
-    "awq-gemm-channel": _maker(awq_gemm, awq_config, group=-1),
-    "awq-gemm-order": _maker(
+KINDS: dict[str, Kind] = {
+    "awq-gemm": _kind(awq_gemm, awq_config, group=32, bias=True),
+    "awq-gemm-w8": _kind(awq_gemm, awq_config, bits=8, group=32),
+    "awq-gemm-symmetric": _kind(awq_gemm, lambda b, g: awq_config(b, g, zero_point=False), group=32, symmetric=True),
+    "awq-gemm-channel": _kind(awq_gemm, awq_config, group=-1),
+    "awq-gemm-order": _kind(
         lambda layer: awq_gemm(layer, order=None), lambda b, g: awq_config(b, g, pack_method="order"), group=64
     ),
-    "awq-gemv": _maker(awq_gemv, lambda b, g: awq_config(b, g, version="gemv"), group=64),
-    "gptq": _maker(gptq, gptq_config, group=32, bias=True),
-    "gptq-w8": _maker(gptq, gptq_config, bits=8, group=64),
-    "gptq-symmetric": _maker(gptq, lambda b, g: gptq_config(b, g, sym=True), group=64, symmetric=True),
-    "gptq-v2": _maker(
+    "awq-gemv": _kind(awq_gemv, lambda b, g: awq_config(b, g, version="gemv"), group=64),
+    "gptq": _kind(gptq, gptq_config, group=32, bias=True),
+    "gptq-w8": _kind(gptq, gptq_config, bits=8, group=64),
+    "gptq-symmetric": _kind(gptq, lambda b, g: gptq_config(b, g, sym=True), group=64, symmetric=True),
+    "gptq-v2": _kind(
         lambda layer: gptq(layer, version=2), lambda b, g: gptq_config(b, g, checkpoint_format="gptq_v2"), group=32
     ),
-    "gptq-act-order": _maker(gptq, lambda b, g: gptq_config(b, g, desc_act=True), group=32, act_order=True),
-    "ct-w4": _maker(ct_packed, _ct, group=32, scale_dtype=BF16, bias=True),
-    "ct-w4-symmetric": _maker(ct_packed, lambda b, g: _ct(b, g, symmetric=True), group=32, symmetric=True),
-    "ct-w8": _maker(ct_packed, _ct, bits=8, group=64, scale_dtype=BF16),
-    "ct-w8-channel": _maker(ct_packed, _ct, bits=8, scale_dtype=np.float32),
-    "ct-int8": _maker(ct_int, lambda b, g: _ct(b, g, form="int-quantized"), bits=8, scale_dtype=BF16),
+    "gptq-act-order": _kind(gptq, lambda b, g: gptq_config(b, g, desc_act=True), group=32, act_order=True),
+    "ct-w4": _kind(ct_packed, _ct, group=32, scale_dtype=BF16, bias=True),
+    "ct-w4-symmetric": _kind(ct_packed, lambda b, g: _ct(b, g, symmetric=True), group=32, symmetric=True),
+    "ct-w8": _kind(ct_packed, _ct, bits=8, group=64, scale_dtype=BF16),
+    "ct-w8-channel": _kind(ct_packed, _ct, bits=8, scale_dtype=np.float32),
+    "ct-int8": _kind(ct_int, lambda b, g: _ct(b, g, form="int-quantized"), bits=8, scale_dtype=BF16),
 }
 """One checkpoint of each kind. K a multiple of 64 and N of 32 suit all of them."""
+
+MAKERS: dict[str, Make] = {name: kind.make for name, kind in KINDS.items()}

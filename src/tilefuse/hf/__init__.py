@@ -1,0 +1,35 @@
+"""Language models of Hugging Face transformers on tilefuse.
+
+Importing this registers tilefuse as the quantiser of AutoAWQ, GPTQ and compressed-tensors checkpoints in transformers'
+registry, so that ``AutoModelForCausalLM.from_pretrained(path)`` gives a model whose quantised layers are
+`TileFuseLinear`, without the software that made the checkpoint. `unregister` gives the registry back.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401
+    import transformers as _transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"tilefuse.hf needs torch and transformers ({error}): pip install 'tilefuse[hf]'") from error
+
+from tilefuse.hf.linear import FusedLinear, FusedPart, TileFuseLinear
+from tilefuse.hf.options import Options, options
+from tilefuse.hf.quantizer import TileFuseConfig, TileFuseQuantizer, register, unregister
+from tilefuse.hf.routing import phases_of, set_device
+
+__all__ = [
+    "FusedLinear",
+    "FusedPart",
+    "Options",
+    "TileFuseConfig",
+    "TileFuseLinear",
+    "TileFuseQuantizer",
+    "options",
+    "phases_of",
+    "register",
+    "set_device",
+    "unregister",
+]
+
+register()
