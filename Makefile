@@ -42,7 +42,7 @@ format: $(VENV)/.lint ## Rewrite the sources in the project's style
 	$(BIN)/clang-format -i $(cpp)
 
 bench: $(VENV)/.bench ## Measure against other libraries, model kernels and array; writes docs/benchmarks/
-	$(BIN)/python benchmarks/matmul.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/cpu.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/array_model.py
 	$(BIN)/python benchmarks/emulator_speed.py

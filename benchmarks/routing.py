@@ -22,8 +22,9 @@ import timeit
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from measure import copies_beyond_cache, cpu_model, last_level_cache_bytes
+from measure import cpu_model, last_level_cache_bytes
 from page import FOLDER, bullets, command, paragraph, table
+from peers.base import copies_beyond_cache
 
 import tilefuse as tf
 from tilefuse._buffers import aligned_empty

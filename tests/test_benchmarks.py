@@ -1,14 +1,23 @@
-"""The benchmarks measure what they say: no times here, only the sums they are made of."""
+"""benchmarks/cpu.py measures what it says: no times here, only the sums they are made of."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import matmul
+import call_overhead
+import cpu
+import cpu_page
+import interleave
 import measure
 import numpy as np
 import pytest
+import results
+from interleave import Guard, Seat, Turns
+from measure import Limits
+from peers import accuracy, base, client, tilefuse_packed, weights
+from peers.accuracy import Errors
+from peers.base import Contender
+from results import CaseResult, Measurement, Run
 
 from tilefuse import _core
 
@@ -16,115 +25,312 @@ EXACT_BF16_OUTPUT = 2.0**-8
 """Bound on |y - x W| / (|x| |W|) of fp32 accumulation narrowed once to bf16: half a unit in the last of 8 bits of y,
 which is at most |x| |W|, with as much again for the accumulation."""
 
+NO_ERRORS = Errors(0.0, 0.0, 0.0)
 
-def contender(name: str, log: list[str], weights: np.ndarray, copies: int = 2) -> measure.Contender:
-    def call(copy: int):
-        def run(x: np.ndarray) -> np.ndarray:
-            log.append(f"{name}{copy}")
-            return x.astype(np.float64) @ weights
 
-        return run
+class FakePeer:
+    """Answers 1 s to every turn, but to one contender's, and notes who was asked."""
 
-    calls = [call(copy) for copy in range(copies)]
-    return measure.Contender(name, calls, weights.nbytes, lambda x: x, lambda y: y, lambda: weights)
+    def __init__(self, seconds: dict[str, float], fails: str = "") -> None:
+        self.log: list[str] = []
+        self.seconds, self.fails = seconds, fails
+
+    def number(self, what: str, key: str, *, name: str, **_: object) -> float:
+        assert (what, key) == ("time", "seconds")
+        self.log.append(name)
+        if name == self.fails and self.log.count(name) == 2:
+            raise client.PeerError("no more")
+        return self.seconds[name]
+
+
+def seats_of(peer: FakePeer, **activations: int) -> list[Seat]:
+    return [Seat(Contender(name, "W4", 4, bits), peer) for name, bits in activations.items()]  # type: ignore[arg-type]
 
 
 def test_contenders_take_turns_and_each_round_starts_with_another() -> None:
-    log: list[str] = []
-    weights = np.eye(3)
-    pair = [contender(name, log, weights, copies=3) for name in "ab"]
-    times = measure.interleave(pair, np.ones((1, 3)), 2, 0.0, lambda: log.append("|"))
-    # One call that is not timed and one that is; the copies go round.
-    assert log == ["|", "a0", "a1", "b0", "b1", "|", "b2", "b0", "a2", "a0"]
-    assert {name: len(samples) for name, samples in times.items()} == {"a": 2, "b": 2}
+    peer = FakePeer({"a": 1.0, "b": 2.0, "c": 1.5})
+    failed: list[str] = []
+    seats = seats_of(peer, a=16, b=16, c=16)
+    times = interleave.take_turns(seats, Turns(3, 0.1, 60.0), lambda: peer.log.append("|"), failed.append)
+    # Probes run before the first and the second of three turns.
+    assert "".join(peer.log) == "|a|bc" + "|b|ca" + "|c|ab"
+    assert times == {"a": [1.0] * 3, "b": [2.0] * 3, "c": [1.5] * 3}
+    assert not failed
 
 
-def test_gate_error_by_hand() -> None:
+def test_those_far_behind_in_their_class_and_those_that_fail_have_no_more_turns() -> None:
+    peer = FakePeer({"a": 1.0, "slow": 3.5, "other": 9.0, "fails": 1.0}, fails="fails")
+    failed: list[str] = []
+    seats = seats_of(peer, a=16, slow=16, other=8, fails=16)
+    times = interleave.take_turns(seats, Turns(3, 0.1, 60.0), lambda: None, failed.append)
+    assert {name: len(rounds) for name, rounds in times.items()} == {"a": 3, "slow": 1, "other": 3}
+    assert failed == ["fails: no more"]
+
+
+def test_a_case_gets_two_rounds_whatever_its_budget() -> None:
+    peer = FakePeer({"a": 1.0})
+    assert interleave.take_turns(seats_of(peer, a=16), Turns(9, 0.1, 0.0), lambda: None, print) == {"a": [1.0, 1.0]}
+
+
+def test_guard_runs_its_command_while_held(tmp_path: Path) -> None:
+    mark = tmp_path / "held"
+    guard = Guard(["sh", "-c", 'touch "$0"; "$@"; rm "$0"', str(mark)], seconds=0.0)
+    with guard:
+        guard.hold()  # is held
+        assert mark.exists()
+        guard.rest()  # held for longer than nothing
+        assert not mark.exists()
+    with pytest.raises(SystemExit, match="false"):
+        Guard(["false"]).hold()
+    with Guard() as nothing:
+        nothing.rest()
+
+
+def test_errors_by_hand() -> None:
     x = np.array([[1.0, -2.0]])
-    weights = np.array([[3.0, 0.0], [1.0, 0.0]])
-    # x W = [1, 0] and |x| |W| = [5, 0]; an output where every term is zero has to be exact.
-    assert measure.gate_error(np.array([[1.5, 0.0]]), x, weights) == (pytest.approx(0.1), pytest.approx(0.05))
-    assert measure.gate_error(np.array([[1.0, 1e-9]]), x, weights)[0] == np.inf
+    matrix = np.array([[3.0, 1.0], [0.0, 0.0]])  # [N, K]
+    # x W^T = [1, 0] and |x| |W|^T = [5, 0]; an output where every term is zero has to be exact.
+    found = accuracy.errors(np.array([[1.5, 0.0]]), x, matrix)
+    assert found == Errors(pytest.approx(0.5), pytest.approx(0.1), pytest.approx(0.05))
+    assert accuracy.errors(np.array([[1.0, 1e-9]]), x, matrix).gate_max == np.inf
+    assert accuracy.errors(np.array([[np.nan, 0.0]]), x, matrix) == Errors(np.inf, np.inf, np.inf)
 
 
-@pytest.mark.parametrize(("weights", "cache", "copies"), [(10, 48, 20), (192, 48, 2), (193, 48, 2), (1000, 48, 2)])
-def test_copies_take_more_than_four_times_the_cache(weights: int, cache: int, copies: int) -> None:
-    assert measure.copies_beyond_cache(weights, cache) == copies
-    assert copies * weights > 4 * cache
+@pytest.mark.parametrize(("nbytes", "cache", "copies"), [(10, 48, 20), (192, 48, 2), (193, 48, 2), (1000, 48, 2)])
+def test_copies_take_more_than_four_times_the_cache(nbytes: int, cache: int, copies: int) -> None:
+    assert base.copies_beyond_cache(nbytes, cache) == copies
+    assert copies * nbytes > 4 * cache
 
 
-def test_limit_is_the_slower_of_reading_and_computing() -> None:
-    limits = measure.Limits([1e9, 2e9, 3e9], {"fp32": [1e11], "bf16-dot": [4e11]})
-    assert limits.best_seconds(2_000_000_000, 10) == pytest.approx(1.0)
-    assert limits.best_seconds(10, 800_000_000_000) == pytest.approx(2.0)
+def test_bfloat16_is_rounded_to_nearest_even() -> None:
+    import ml_dtypes
+
+    values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    values[:2] = np.array([0x3F808000, 0x3F818000], np.uint32).view(np.float32)  # halfway
+    assert np.array_equal(base.round_bf16(values), values.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_limits() -> None:
+    limits = Limits([1e9, 2e9, 3e9], {"fp32": [1e11], "bf16-dot": [4e11], "vnni": [9e11]})
+    assert limits.bandwidth == 2e9
+    assert limits.peak(16) == (4e11, "bf16-dot")
+    assert limits.peak(8) == (9e11, "vnni")
+    assert Limits([1.0], {"fp32": [1e11]}).peak(8) == (1e11, "fp32")
 
 
 def test_probes_measure_every_limit() -> None:
-    limits = measure.Limits()
+    limits = Limits()
     measure.Probes(nbytes=3 << 20, seconds=1e-4).sample(limits)
     assert limits.bandwidth > 0
     assert list(limits.arithmetic) == _core.arithmetic_probes()
-    assert limits.peak > 0
+    assert limits.peak(16)[0] > 0
     assert _core.ReadProbe(1).nbytes == 2 << 20  # whole huge pages
 
 
-def test_report_has_a_row_for_each_measurement_and_the_ratios() -> None:
-    limits = measure.Limits()
+# --- weights ---------------------------------------------------------------------------------------------------------
 
-    def sample(here: measure.Limits) -> None:
-        here.read.append(1e10)
-        here.arithmetic.setdefault("fp32", []).append(1e11)
 
-    names = ["tilefuse W4", "tilefuse W8", "torch int4pack", "torch int8pack", "torch bf16", "torch fp32"]
-    contenders = [contender(name, [], np.ones((4, 2))) for name in names]
-    rows = matmul.run_case(contenders, np.ones((3, 4)), limits, sample, 2, 0.0)
-    assert [(row.shape, row.m, row.name) for row in rows] == [("4x2", 3, name) for name in names]
-    assert all(row.error_max == 0 for row in rows)
-    assert all(row.gflop_per_s == pytest.approx(2 * 3 * 4 * 2 / row.seconds / 1e9) for row in rows)
-    assert len(limits.read) == 2
-    ratios = matmul.speed_ratios(rows)
-    assert ratios["4x2", 3, "tilefuse W4"] == (
-        pytest.approx(rows[2].seconds / rows[0].seconds),
-        pytest.approx(rows[4].seconds / rows[0].seconds),
-    )
-    text = matmul.report(rows, {"CPU": "one"})
-    assert "| CPU | one |" in text
-    assert sum(line.startswith("| 4x2 |") for line in text.splitlines()) == len(names)
+def test_quantisation_by_hand() -> None:
+    dense = np.array([[-0.5, 1.0, 0.25, 0.0, 2.0, 2.0, 3.75, 0.0]], np.float32)
+    codes = weights.quantize(dense, 4, 4, symmetric=False)
+    # 1.5 / 15 = 0.1 cut to 8 significant bits, 204 / 2048; 3.75 / 15 is exact.
+    assert codes.scales.tolist() == [[204 / 2048, 0.25]]
+    assert codes.zeros.tolist() == [[5, 0]]
+    assert codes.codes.tolist() == [[0, 15, 8, 5, 8, 8, 15, 0]]
+    assert codes.dequantized()[0, 4:].tolist() == [2.0, 2.0, 3.75, 0.0]
+    symmetric = weights.quantize(np.array([[-127.0, 1.0]], np.float32), 8, 2, symmetric=True)
+    assert (symmetric.scales.item(), symmetric.codes.tolist(), symmetric.zeros.item()) == (1.0, [[1, 129]], 128)
+
+
+def test_codes_are_within_half_a_step_of_the_dense_weights_and_files_keep_them(tmp_path: Path) -> None:
+    case = weights.make_case(256, 300, 3)
+    weights.save_case(case, tmp_path)
+    kept = weights.open_case(tmp_path)
+    assert np.array_equal(kept.x, case.x)
+    assert set(kept.schemes) == {"w4g128", "w4g32", "w8g128", "w8"}
+    for name, codes in case.schemes.items():
+        again = kept.schemes[name]
+        assert (again.bits, again.group, again.k, again.n) == (codes.bits, codes.group, 256, 300)
+        assert np.array_equal(again.dequantized(), codes.dequantized())
+        moved = codes.rolled(7)
+        assert np.array_equal(moved.dequantized()[7:], codes.dequantized()[:-7])
+    # The 8-bit weights are the dense ones to within half of their steps, so 4-bit ones are to within half of both.
+    w4, w8 = case.schemes["w4g128"], case.schemes["w8g128"]
+    step = np.repeat(w4.scales, 128, axis=1)
+    # Scales are cut short: codes at the ends of the range are up to a 127th of 15 steps further away.
+    assert (np.abs(w4.dequantized() - w8.dequantized()) <= (0.5 + 15 / 127) * step + w8.scales.max()).all()
+
+
+def test_nibbles() -> None:
+    assert base.nibbles(np.array([[1, 2, 15, 0]], np.uint8)).tolist() == [[0x21, 0x0F]]
 
 
 @pytest.mark.parametrize("m", [1, 3])
-def test_tilefuse_computes_the_product_of_the_weights_it_is_given(m: int, rng: np.random.Generator) -> None:
-    weights = matmul.make_weights(256, 64, rng)
-    x = matmul.make_inputs(m, 256, rng)
-    for ours in matmul.tilefuse_contenders(weights, cache_bytes=1):
-        y = ours.outputs(ours.calls[1](ours.inputs(x)))
+def test_tilefuse_computes_the_product_of_the_weights_it_is_given(m: int) -> None:
+    case = weights.make_case(256, 64, m)
+    ours = tilefuse_packed.adapter()
+    for contender in ours.contenders():
+        if contender.activations == 8:
+            continue
+        product = ours.load(contender, case, cache_bytes=1)
+        bound = product.bind(case.x)
+        y = bound.output()
         assert y.shape == (m, 64)
-        assert measure.gate_error(y, x, ours.weights())[0] < EXACT_BF16_OUTPUT, ours.name
-    # 2 x 1 tiles of codes, scales and zero points; the padding tiles are not read.
-    assert ours.weight_bytes == 2 * (128 * 64 + 64 * 2 + 64)
+        own = product.dequantized(np.arange(64))
+        assert accuracy.errors(y, case.x, own).gate_max < EXACT_BF16_OUTPUT, contender.name
+        # Another copy holds the same output channels, moved on by one.
+        assert np.array_equal(np.roll(y, 1, axis=1), np.atleast_2d(np.asarray(bound.calls[1](), np.float64)))
+        # 2 x 1 tiles of codes, scales and zero points; the padding tiles are not read.
+        if contender.name == "tilefuse W8 g128":
+            assert product.weight_bytes == 2 * (128 * 64 + 64 * 2 + 64)
 
 
 @pytest.mark.peers
-def test_torch_computes_the_product_of_the_weights_it_is_given(rng: np.random.Generator) -> None:
-    pytest.importorskip("torch")
-    weights = matmul.make_weights(256, 64, rng)
-    x = matmul.make_inputs(3, 256, rng)
-    for peer in matmul.torch_contenders(weights, cache_bytes=1):
-        y = peer.outputs(peer.calls[1](peer.inputs(x)))
-        assert measure.gate_error(y, x, peer.weights())[0] < EXACT_BF16_OUTPUT, peer.name
+def test_torch_computes_the_product_of_the_weights_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from peers import torch_aten
+
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    case = weights.make_case(256, 64, 3)
+    with torch.inference_mode():
+        theirs = torch_aten.adapter()
+        for contender in theirs.contenders():
+            product = theirs.load(contender, case, cache_bytes=1)
+            y = product.bind(case.x).output()
+            own = product.dequantized(np.arange(64))
+            assert accuracy.errors(y, case.x, own).gate_max < EXACT_BF16_OUTPUT, contender.name
+    torch.set_grad_enabled(True)
+
+
+# --- figures and the page -------------------------------------------------------------------------------------------
+
+
+def made_up() -> Run:
+    """One shape at M = 1 and 64: ours, two 16-bit peers, an 8-bit one; DRAM at 10 GB/s, 100 and 200 GOP/s."""
+    contenders = [
+        Contender("tilefuse W4 g128", "W4 g128", 4, 16, ours=True),
+        Contender("tilefuse W4 g128 int8", "W4 g128", 4, 8, ours=True),
+        Contender("near", "W4", 4, 16),
+        Contender("far", "W4", 4, 16),
+        Contender("eight", "W4", 4, 8),
+    ]
+    limits = Limits([1e10], {"fp32": [5e10], "bf16-dot": [1e11], "vnni": [2e11]})
+    seconds = {
+        1: {"tilefuse W4 g128": [1e-3, 2e-3, 4e-3], "near": [2e-3, 5e-3, 4e-3], "far": [9e-3], "eight": [1e-3] * 3},
+        64: {"tilefuse W4 g128": [8e-3], "tilefuse W4 g128 int8": [5e-3], "near": [9e-3], "eight": [6e-3]},
+    }
+    cases = [
+        CaseResult(2048, 4096, m, limits, {name: Measurement(each, 10_000_000, NO_ERRORS) for name, each in of.items()})
+        for m, of in seconds.items()
+    ]
+    return Run({"CPU": "one"}, {each.name: each for each in contenders}, cases, ["not installed: x"])
+
+
+def test_ratios_are_medians_over_rounds_to_the_fastest_of_the_class() -> None:
+    run = made_up()
+    case = run.cases[0]
+    w4, any4, int8 = results.COMPARISONS[:3]
+    assert results.compare(run, case, w4) == (pytest.approx(2.0), "near")  # of 2, 2.5, 1
+    assert results.compare(run, case, any4) == (pytest.approx(0.5), "eight")  # of 1, 0.5, 0.25
+    assert results.compare(run, case, int8) is None
+    assert results.compare(run, run.cases[1], int8) == (pytest.approx(1.2), "eight")
+
+
+def test_share_is_of_the_limit_that_binds() -> None:
+    run = made_up()
+    # 10 MB at 10 GB/s take 1 ms, 2 x 2048 x 4096 operations at 100 GOP/s 0.17 ms.
+    assert results.share(run, run.cases[0], "tilefuse W4 g128") == (pytest.approx(1e-3 / 2e-3), "DRAM")
+    operations = 2 * 64 * 2048 * 4096
+    assert results.share(run, run.cases[1], "tilefuse W4 g128") == (pytest.approx(operations / 1e11 / 8e-3), "bf16-dot")
+    assert results.share(run, run.cases[1], "tilefuse W4 g128 int8") == (
+        pytest.approx(operations / 2e11 / 5e-3),
+        "vnni",
+    )
+
+
+def test_missed_targets() -> None:
+    found = [(case.m, ours, against) for case, ours, against, *_ in results.missed(made_up())]
+    assert found == [
+        (1, "tilefuse W4 g128", "eight"),
+        (1, "tilefuse W4 g128", "the limit (DRAM)"),
+    ]
+
+
+def test_results_survive_a_file_and_later_ones_replace_earlier() -> None:
+    run = made_up()
+    again = results.from_json(results.to_json(run))
+    assert again == run
+    later = made_up()
+    later.cases = [CaseResult(2048, 4096, 64, later.cases[0].limits, {})]
+    again.merge(later)
+    assert [(case.m, len(case.measured)) for case in again.cases] == [(1, 4), (64, 0)]
+    assert again.failures == ["not installed: x"]
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        results.from_json("{}")
+
+
+def test_page_has_every_figure() -> None:
+    run = made_up()
+    run.overhead = {"call": 30e-6, "kernel": 27e-6, "overhead": 3e-6}
+    text = cpu_page.document(run, [("a plot", "../images/a.svg")])
+    assert "| CPU | one |" in text
+    assert "![a plot](../images/a.svg)" in text
+    assert "| 2048x4096 | 2.00 near | 1.12 near |" in text
+    assert "| 2048x4096 | **0.50** eight |" in text
+    assert "| 2048x4096 | **50%** DRAM | 134% bf16-dot |" in text
+    assert "| near | 4000 (2.5) |" in text
+    assert "| near | 9000 (119) |" in text
+    assert "27.0 and the way to it from Python 3.0" in text
+    assert "- not installed: x" in text
+    assert "| far | W4 | 16 | 0.0e+00 |" in text
+
+
+def test_page_of_nothing() -> None:
+    assert "Of 0 targets" in cpu_page.document(Run({}, {}), [])
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import cpu_plots
+
+    written = cpu_plots.write_plots(made_up(), tmp_path)
+    assert [path.name for _, path in written] == ["cpu-decode.svg", "cpu-rows.svg"]
+    first = (tmp_path / "cpu-rows.svg").read_bytes()
+    cpu_plots.write_plots(made_up(), tmp_path)
+    assert (tmp_path / "cpu-rows.svg").read_bytes() == first
+    assert cpu_plots.write_plots(Run({}, {}), tmp_path) == []
+
+
+def test_call_overhead_is_what_the_kernel_leaves() -> None:
+    found = call_overhead.call_overhead(calls=3, rounds=1)
+    assert found["overhead"] == pytest.approx(found["call"] - found["kernel"])
+    assert found["call"] > 0
 
 
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(matmul.parse_arguments(["--shapes", "all"]).shapes) == 9
-    assert matmul.parse_arguments(["--shapes", "256x64"]).shapes == [(256, 64)]
-    assert matmul.parse_arguments([]).output == matmul.OUTPUT
-    assert matmul.parse_arguments(["--quick"]).output is None
-    for wrong in (["--shapes", "12"], ["--batches", "x"], ["--batches", "0"]):
+    assert len(cpu.parse_arguments(["--shapes", "all"]).shapes) == 9
+    assert cpu.parse_arguments(["--shapes", "256x64", "--batches", "all"]).shapes == [(256, 64)]
+    assert cpu.parse_arguments([]).output == cpu.OUTPUT
+    assert cpu.parse_arguments(["--quick"]).output is None
+    assert cpu.parse_arguments(["--peer-python", "torch=/a/b=c"]).peer_python == {"torch": "/a/b=c"}
+    for wrong in (
+        ["--shapes", "12"],
+        ["--shapes", "100x64"],
+        ["--batches", "x"],
+        ["--batches", "0"],
+        ["--peer-python", "torch"],
+        ["--peer-python", "no=such"],
+        ["--report-only"],
+    ):
         with pytest.raises(SystemExit):
-            matmul.parse_arguments(wrong)
+            cpu.parse_arguments(wrong)
     assert "--shapes takes K x N" in capsys.readouterr().err
 
 
-def test_files_are_written_whole(tmp_path: Path) -> None:
-    matmul.write_atomically(tmp_path / "new" / "a.json", json.dumps([1]))
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]
+def test_reports_without_measuring(tmp_path: Path) -> None:
+    kept = tmp_path / "run.json"
+    kept.write_text(results.to_json(made_up()))
+    page = tmp_path / "new" / "cpu.md"
+    command = ["--report-only", "--merge", str(kept), "--output", str(page), "--images", str(tmp_path / "img")]
+    assert cpu.main(command) == 0
+    assert "| 2048x4096 | 2.00 near | 1.12 near |" in page.read_text()
