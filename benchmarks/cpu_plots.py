@@ -13,8 +13,17 @@ from matplotlib import pyplot
 from peers.base import Contender
 from results import CaseResult, Run, geomean
 
-OURS, OURS_SECOND = "#c2410c", "#fb923c"
-PEERS = ("#1e3a8a", "#2563eb", "#0891b2", "#0d9488", "#65a30d", "#7c3aed", "#64748b")
+OURS = ("#c2410c", "#fb923c", "#fdba74")
+LIBRARIES = {
+    "onnxruntime": "#1e3a8a",
+    "openvino": "#2563eb",
+    "zentorch": "#0e7490",
+    "torch": "#94a3b8",
+    "bitsandbytes": "#65a30d",
+    "llama.cpp": "#a78bfa",
+    "ik_llama.cpp": "#6d28d9",
+}
+OTHER = "#64748b"
 LIMIT = "#111827"
 
 STYLE: dict[str, Any] = {
@@ -38,8 +47,8 @@ STYLE: dict[str, Any] = {
     "svg.hashsalt": "tilefuse",
 }
 
-MOST_PEERS = 5
-"""Peers in one panel: the fastest."""
+MOST_PEERS = 6
+"""Peers in one panel at most: the fastest."""
 
 
 def write_plots(run: Run, folder: Path) -> list[tuple[str, Path]]:
@@ -60,30 +69,36 @@ def write_plots(run: Run, folder: Path) -> list[tuple[str, Path]]:
     return written
 
 
+def library(name: str) -> str:
+    """The first word of a contender's name."""
+    return name.split(" ")[0]
+
+
 def colours(run: Run, names: Sequence[str]) -> dict[str, str]:
-    """Ours in one hue, peers in others."""
+    """Ours in shades of one hue, each library's in its own."""
     ours = [name for name in names if run.contenders[name].ours]
-    peers = [name for name in names if not run.contenders[name].ours]
     return {
-        **{name: (OURS, OURS_SECOND)[place % 2] for place, name in enumerate(ours)},
-        **{name: PEERS[place % len(PEERS)] for place, name in enumerate(peers)},
+        name: OURS[ours.index(name) % len(OURS)] if name in ours else LIBRARIES.get(library(name), OTHER)
+        for name in names
     }
 
 
-def chosen(run: Run, cases: Sequence[CaseResult], belongs: Callable[[Contender], bool], peers: int) -> list[str]:
-    """Ours of a class that all ``cases`` have, then the fastest peers of it, by geometric mean of the time."""
+def chosen(run: Run, cases: Sequence[CaseResult], belongs: Callable[[Contender], bool]) -> list[str]:
+    """Ours of a class that all ``cases`` have, then the fastest one of each library, by geometric mean of the time."""
     names = [
         name for name, each in run.contenders.items() if belongs(each) and all(name in case.measured for case in cases)
     ]
-    by_speed = sorted(names, key=lambda name: geomean(case.measured[name].seconds for case in cases))
-    ours = [name for name in names if run.contenders[name].ours]
-    return ours + [name for name in by_speed if not run.contenders[name].ours][:peers]
+    fastest: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: geomean(case.measured[name].seconds for case in cases)):
+        if not run.contenders[name].ours:
+            fastest.setdefault(library(name), name)
+    return [name for name in names if run.contenders[name].ours] + list(fastest.values())[:MOST_PEERS]
 
 
 def decode(run: Run) -> Any:
     """Bars of gigabytes a second, a group for each shape, under a line at what DRAM did."""
     cases = [case for case in run.cases if case.m == 1]
-    names = chosen(run, cases, lambda each: each.bits == 4 and not each.level, MOST_PEERS)
+    names = chosen(run, cases, lambda each: each.bits == 4 and not each.level)
     if not cases or not names:
         return None
     palette = colours(run, names)
@@ -108,7 +123,7 @@ def decode(run: Run) -> Any:
     axes.set_ylabel("GB/s of weights")
     axes.grid(axis="y")
     axes.set_title("Decode: one row, 4-bit weights from DRAM")
-    figure.legend(loc="outside lower center", ncols=min(4, len(names) + 1))
+    figure.legend(loc="outside lower center", ncols=3 if len(cases) < 5 else 5)
     return figure
 
 
@@ -123,9 +138,9 @@ def rows(run: Run) -> Any:
         ("16-bit activations", 16, lambda each: each.bits == 4 and each.activations == 16 and not each.level),
         ("8-bit activations", 8, lambda each: each.bits == 4 and each.activations == 8 and not each.level),
     ]
-    figure, both = pyplot.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharex=True)
+    figure, both = pyplot.subplots(1, 2, figsize=(11, 5.2), layout="constrained", sharex=True)
     for axes, (title, activations, belongs) in zip(both, panels, strict=True):
-        names = chosen(run, [case for case in cases if case.m == batches[-1]], belongs, MOST_PEERS)
+        names = chosen(run, [case for case in cases if case.m == batches[-1]], belongs)
         palette = colours(run, names)
         for name in reversed(names):
             points = line(run, name, shapes, batches)
@@ -149,12 +164,12 @@ def rows(run: Run) -> Any:
         axes.set_xscale("log", base=2)
         axes.set_xticks(batches, [str(m) for m in batches], rotation=45 if len(batches) > 8 else 0)
         axes.minorticks_off()
-        axes.set_ylim(0, peak * 1.12)
+        axes.set_ylim(0, 1.12 * max([peak, *(rate for name in names for _, rate in line(run, name, shapes, batches))]))
         axes.set_xlabel("rows M")
         axes.grid(axis="y")
         axes.set_title(f"4-bit weights, {title}")
         handles, labels = axes.get_legend_handles_labels()
-        axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(0, 0.93), fontsize=9)
+        axes.legend(handles[::-1], labels[::-1], loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9)
     both[0].set_ylabel("2 M K N operations, billions a second")
     return figure
 
