@@ -14,5 +14,9 @@ void write_row(const MatmulArgs& args, int64_t row, int64_t k, float* out);
 // float kernels take such rows.
 [[nodiscard]] bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, float* scratch, int8_t* digits,
                                 float* scales, int32_t* sums, DigitRest* rests);
+#if defined(__x86_64__)
+[[nodiscard]] bool write_digits_avx512(const MatmulArgs& args, int64_t row, int64_t k, float* scratch, int8_t* digits,
+                                       float* scales, int32_t* sums, DigitRest* rests);
+#endif
 
 }  // namespace tilefuse

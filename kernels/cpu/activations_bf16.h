@@ -91,7 +91,7 @@ bool write_pass_bf16(const MatmulArgs& args, int64_t row0, int rows, int64_t k, 
       for (int i = 0; i < kKt / 32; ++i) {
         const __m512i x = load_32(from + i * (args.x_dtype == Dtype::f32 ? 128 : 64), args.x_dtype);
         largest = _mm512_max_epu16(largest, _mm512_and_si512(x, magnitude));
-        _mm512_store_si512(tile[r] + i * 16, _mm512_permutexvar_epi16(pairs, x));
+        _mm512_storeu_si512(rows == 1 ? words + i * 16 : tile[r] + i * 16, _mm512_permutexvar_epi16(pairs, x));
         if (sums == nullptr) continue;
         sum = dot_bf16(sum, x, ones);
         if ((i + 1) * 32 % args.layout.tile_group == 0) {
@@ -100,7 +100,7 @@ bool write_pass_bf16(const MatmulArgs& args, int64_t row0, int rows, int64_t k, 
         }
       }
     }
-    for (int i = 0; i < kKt / 2; i += 16) {
+    for (int i = 0; rows > 1 && i < kKt / 2; i += 16) {
       __m512i block[16];
       for (int r = 0; r < 16; ++r) block[r] = r < rows ? _mm512_load_si512(tile[r] + i) : _mm512_setzero_si512();
       transpose_16x16(block);
