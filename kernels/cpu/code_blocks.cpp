@@ -4,12 +4,12 @@
 
 #include <algorithm>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace tilefuse {
 namespace {
-
-// Rows to prefetch ahead of the one being read: some 12 of them fit the line fill buffers, and DRAM takes about as long
-// as 32 rows of work.
-constexpr int kRowsAhead = 32;
 
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
@@ -24,6 +24,7 @@ struct TileAt {
   int64_t n0;
   int real_k;  // input channels of the tile that are real, 1 to 128
   int real_n;  // output channels, 1 to 64
+  int tiles;   // of a band: those from n0 on
 
   // Row of the checkpoint that holds sorted row k0 + i.
   [[nodiscard]] int64_t row(int i) const { return source.perm != nullptr ? source.perm[k0 + i] : k0 + i; }
@@ -31,48 +32,75 @@ struct TileAt {
 
 // --- One row an input channel: kn, words_n, words_n_awq ---
 
-// Calls fn(block, rows) with pointers to the bytes of 8 consecutive rows of the tile, `Bytes` each; what lies outside
-// the matrix reads as 0.
+// Stores a block row of a tile past the caches: nothing reads it soon, and a line that is written whole need not be
+// read first. The thread that stored must call `end_stores` before another may read.
+template <int Bits>
+inline void store_block(const void* from, Word<Bits>* to) {
+#if defined(__SSE2__)
+  for (size_t i = 0; i < kNt * sizeof(Word<Bits>) / 16; ++i)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, _mm_loadu_si128(static_cast<const __m128i*>(from) + i));
+#else
+  std::memcpy(to, from, kNt * sizeof(Word<Bits>));
+#endif
+}
+
+inline void end_stores() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// Calls fn(tile, block, rows) for each block row of each tile of the band, with pointers to the bytes of its 8 rows,
+// `Bytes` each; what lies outside the matrix reads as 0. The tiles are the inner loop: the rows are read from one end
+// of the band to the other, as the hardware foresees it.
 template <int Bytes, typename Fn>
 void for_each_row_block(const TileAt& at, int64_t row_bytes, Fn&& fn) {
   alignas(64) static constexpr uint8_t kZeroRow[Bytes] = {};
   uint8_t edge[kBlock][Bytes];
-  const uint8_t* column = at.source.codes + at.n0 / kNt * Bytes;
-  const auto there = static_cast<size_t>(std::min<int64_t>(Bytes, row_bytes - at.n0 / kNt * Bytes));
+  const int64_t first = at.n0 / kNt * Bytes;
   for (int block = 0; block < ceil_div(at.real_k, kBlock); ++block) {
-    const uint8_t* rows[kBlock];
+    const uint8_t* band[kBlock];
+    const uint8_t* next[kBlock];
     for (int i = 0; i < kBlock; ++i) {
       const int k = block * kBlock + i;
-      // The rows lie a whole matrix row apart, too far for the hardware to foresee; the tile below comes next.
-      if (at.k0 + k + kRowsAhead < at.k) prefetch(column + at.row(k + kRowsAhead) * row_bytes);
-      rows[i] = kZeroRow;
-      if (k >= at.real_k) continue;
-      rows[i] = column + at.row(k) * row_bytes;
-      if (there < Bytes) {
-        std::memcpy(edge[i], rows[i], there);
-        std::memset(edge[i] + there, 0, Bytes - there);
-        rows[i] = edge[i];
-      }
+      band[i] = k < at.real_k ? at.source.codes + at.row(k) * row_bytes + first : nullptr;
+      next[i] = at.k0 + k + kBlock < at.k ? at.source.codes + at.row(k + kBlock) * row_bytes + first : nullptr;
     }
-    fn(block, rows);
+    for (int tile = 0; tile < at.tiles; ++tile) {
+      const int64_t offset = int64_t{tile} * Bytes;
+      const auto there = static_cast<size_t>(std::min<int64_t>(Bytes, row_bytes - first - offset));
+      const uint8_t* rows[kBlock];
+      for (int i = 0; i < kBlock; ++i) {
+        if (next[i] != nullptr && offset % 64 == 0) prefetch(next[i] + offset);
+        rows[i] = kZeroRow;
+        if (band[i] == nullptr) continue;
+        rows[i] = band[i] + offset;
+        if (there < Bytes) {
+          std::memcpy(edge[i], rows[i], there);
+          std::memset(edge[i] + there, 0, Bytes - there);
+          rows[i] = edge[i];
+        }
+      }
+      fn(tile, block, rows);
+    }
   }
 }
 
 template <int Bits>
-void read_words_n(const TileAt& at, bool awq, Word<Bits>* tile) {
+void read_words_n(const TileAt& at, bool awq, Word<Bits>* const* tiles) {
   constexpr int kBytes = kNt * Bits / 8;
-  for_each_row_block<kBytes>(at, ceil_div(at.n * Bits, 32) * 4, [&](int block, const uint8_t* const* rows) {
+  for_each_row_block<kBytes>(at, ceil_div(at.n * Bits, 32) * 4, [&](int tile, int block, const uint8_t* const* rows) {
     CodeGrid<Bits> grid;
     for (int i = 0; i < kBlock; ++i) std::memcpy(grid.row(i), rows[i], kBytes);
     grid.rows_to_packed(awq);
-    std::memcpy(tile + block * kNt, grid.v, sizeof(grid.v));
+    store_block<Bits>(grid.v, tiles[tile] + block * kNt);
   });
 }
 
 template <int Bits>
-bool read_kn(const TileAt& at, Word<Bits>* tile) {
+bool read_kn(const TileAt& at, Word<Bits>* const* tiles) {
   uint8_t all = 0;
-  for_each_row_block<kNt>(at, at.n, [&](int block, const uint8_t* const* rows) {
+  for_each_row_block<kNt>(at, at.n, [&](int tile, int block, const uint8_t* const* rows) {
     CodeGrid<Bits> grid;
     for (int i = 0; i < kBlock; ++i) {
       const uint8_t* from = rows[i];
@@ -87,12 +115,37 @@ bool read_kn(const TileAt& at, Word<Bits>* tile) {
       }
     }
     grid.rows_to_packed();
-    std::memcpy(tile + block * kNt, grid.v, sizeof(grid.v));
+    store_block<Bits>(grid.v, tiles[tile] + block * kNt);
   });
   return Bits == 8 || (all & 0xf0) == 0;
 }
 
 // --- Words of consecutive input channels, one column an output channel: words_k ---
+
+// Without a permutation, and all of the tiles real.
+template <int Bits>
+void read_words_k_band(const TileAt& at, Word<Bits>* const* tiles) {
+  constexpr int kPerWord = 32 / Bits;
+  constexpr size_t kBytes = kNt * 4;
+  for (int block = 0; block < kKBlocks; ++block) {
+    const uint8_t* low = at.source.codes + ((at.k0 + block * kBlock) / kPerWord * at.n + at.n0) * 4;
+    for (int tile = 0; tile < at.tiles; ++tile, low += kBytes) {
+      if constexpr (Bits == 4) {
+        store_block<Bits>(low, tiles[tile] + block * kNt);
+      } else {
+        uint32_t words[kNt][2];
+        uint32_t halves[2][kNt];
+        std::memcpy(halves[0], low, kBytes);
+        std::memcpy(halves[1], low + at.n * 4, kBytes);
+        for (int n = 0; n < kNt; ++n) {
+          words[n][0] = halves[0][n];
+          words[n][1] = halves[1][n];
+        }
+        store_block<Bits>(words, tiles[tile] + block * kNt);
+      }
+    }
+  }
+}
 
 template <int Bits>
 void read_words_k(const TileAt& at, Word<Bits>* tile) {
@@ -200,40 +253,56 @@ void read_rows_n_fast(const TileAt& at, uint32_t* tile) {
 }  // namespace
 
 template <int Bits>
-bool read_code_blocks(const TileLayout& layout, const PackSource& source, int64_t k0, int64_t n0, Word<Bits>* tile) {
-  const TileAt at{.source = source,
-                  .k = layout.k,
-                  .n = layout.n,
-                  .k0 = k0,
-                  .n0 = n0,
-                  .real_k = static_cast<int>(std::min<int64_t>(kKt, layout.k - k0)),
-                  .real_n = static_cast<int>(std::min<int64_t>(kNt, layout.n - n0))};
+bool read_code_band(const TileLayout& layout, const PackSource& source, int64_t k0, int64_t n0, int count,
+                    Word<Bits>* const* tiles) {
+  TileAt at{.source = source,
+            .k = layout.k,
+            .n = layout.n,
+            .k0 = k0,
+            .n0 = n0,
+            .real_k = static_cast<int>(std::min<int64_t>(kKt, layout.k - k0)),
+            .real_n = static_cast<int>(std::min<int64_t>(kNt, layout.n - n0)),
+            .tiles = count};
+  bool fit = true;
+  const auto each = [&](auto&& read) {
+    for (int i = 0; i < count; ++i) {
+      at.n0 = n0 + i * kNt;
+      at.real_n = static_cast<int>(std::min<int64_t>(kNt, layout.n - at.n0));
+      read(tiles[i]);
+    }
+  };
   switch (source.order) {
     case CodeOrder::kn:
-      return read_kn<Bits>(at, tile);
+      fit = read_kn<Bits>(at, tiles);
+      break;
     case CodeOrder::words_n:
-      read_words_n<Bits>(at, false, tile);
-      return true;
+      read_words_n<Bits>(at, false, tiles);
+      break;
     case CodeOrder::words_n_awq:
-      if constexpr (Bits == 4) read_words_n<Bits>(at, true, tile);
-      return true;
+      if constexpr (Bits == 4) read_words_n<Bits>(at, true, tiles);
+      break;
     case CodeOrder::words_k:
-      read_words_k<Bits>(at, tile);
-      return true;
+      if (source.perm == nullptr && at.real_k == kKt && n0 + count * kNt <= layout.n) {
+        read_words_k_band<Bits>(at, tiles);
+      } else {
+        each([&](Word<Bits>* tile) { read_words_k<Bits>(at, tile); });
+      }
+      break;
     case CodeOrder::rows_n:
-      read_rows_n<Bits>(at, ceil_div(layout.k * Bits, 32) * 4, 0, tile);
-      return true;
+      each([&](Word<Bits>* tile) { read_rows_n<Bits>(at, ceil_div(layout.k * Bits, 32) * 4, 0, tile); });
+      break;
     case CodeOrder::rows_n_int8:
-      if constexpr (Bits == 8) read_rows_n<Bits>(at, layout.k, 0x80, tile);
-      return true;
+      if constexpr (Bits == 8) each([&](Word<Bits>* tile) { read_rows_n<Bits>(at, layout.k, 0x80, tile); });
+      break;
     case CodeOrder::rows_n_fast:
-      if constexpr (Bits == 4) read_rows_n_fast(at, tile);
-      return true;
+      if constexpr (Bits == 4) each([&](Word<Bits>* tile) { read_rows_n_fast(at, tile); });
+      break;
   }
-  return true;
+  end_stores();
+  return fit;
 }
 
-template bool read_code_blocks<4>(const TileLayout&, const PackSource&, int64_t, int64_t, uint32_t*);
-template bool read_code_blocks<8>(const TileLayout&, const PackSource&, int64_t, int64_t, uint64_t*);
+template bool read_code_band<4>(const TileLayout&, const PackSource&, int64_t, int64_t, int, uint32_t* const*);
+template bool read_code_band<8>(const TileLayout&, const PackSource&, int64_t, int64_t, int, uint64_t* const*);
 
 }  // namespace tilefuse

@@ -96,10 +96,12 @@ struct CodeGrid {
   }
 };
 
-// Reads the codes of the tile at input channel k0 and output channel n0, both real. Codes outside K x N are of no
-// meaning. Returns whether every code fits `Bits` (only CodeOrder::kn can hold one that does not).
+// Reads the codes of `count` tiles side by side, the first at input channel k0 and output channel n0, all partly real
+// at least. Codes outside K x N are of no meaning. Returns whether every code fits `Bits` (only CodeOrder::kn can hold
+// one that does not).
 template <int Bits>
-bool read_code_blocks(const TileLayout& layout, const PackSource& source, int64_t k0, int64_t n0, Word<Bits>* tile);
+bool read_code_band(const TileLayout& layout, const PackSource& source, int64_t k0, int64_t n0, int count,
+                    Word<Bits>* const* tiles);
 
 // Writes 8 rows of 64 codes, one a byte, from the words of one block row.
 template <int Bits>

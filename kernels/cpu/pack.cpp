@@ -14,12 +14,15 @@
 namespace tilefuse {
 namespace {
 
-// Tiles that one thread packs at a time. A checkpoint row that runs along N gives a tile only 32 or 64 bytes of each of
-// 128 rows: four neighbours use the whole of the two cache lines that arrive together. Along K, the reader's prefetch
-// runs over the tiles of the patch. The patch's input (4 x 8 x 8 KiB at most, of 1024 pages) stays in the L2 cache and
-// its TLB.
-constexpr int kPatchN = 4;
-constexpr int kPatchK = 8;
+// Tiles that one thread packs at a time. Where the checkpoint's rows run along N, a band of one k tile reads 128 rows,
+// 2 or 4 KiB of each, from end to end. Where they run along K, a column of k tiles reads 64 rows so, and the reader's
+// prefetch runs over the tiles.
+constexpr int kBandTiles = 64;
+constexpr int kColumnTiles = 32;
+
+[[nodiscard]] bool rows_along_k(CodeOrder order) {
+  return order == CodeOrder::rows_n || order == CodeOrder::rows_n_int8 || order == CodeOrder::rows_n_fast;
+}
 
 using IssueKind = PackIssue::Kind;
 
@@ -130,34 +133,42 @@ class Packer {
       : layout_(layout), source_(source), out_(out), issues_(layout.n) {}
 
   PackIssue run() {
-    const int64_t n_patches = (layout_.n_tiles() + kPatchN - 1) / kPatchN;
-    const int64_t k_patches = (layout_.k_tiles + kPatchK - 1) / kPatchK;
+    const bool along_k = rows_along_k(source_.order);
+    const int64_t patch_n = along_k ? 1 : kBandTiles;
+    const int64_t patch_k = along_k ? kColumnTiles : 1;
+    const int64_t n_patches = (layout_.n_tiles() + patch_n - 1) / patch_n;
+    const int64_t k_patches = (layout_.k_tiles + patch_k - 1) / patch_k;
     ThreadPool::instance().parallel_for(n_patches * k_patches, [&](int64_t item, int) {
-      const int64_t n0 = item / k_patches * kPatchN;
-      const int64_t k0 = item % k_patches * kPatchK;
-      const int64_t n1 = std::min(n0 + kPatchN, layout_.n_tiles());
-      const int64_t k1 = std::min(k0 + kPatchK, layout_.k_tiles);
-      for (int64_t n = n0; n < n1; ++n) {
-        for (int64_t k = k0; k < k1; ++k) tile(n, k);
-      }
+      const int64_t n0 = item % n_patches * patch_n;
+      const int64_t k0 = item / n_patches * patch_k;
+      const int64_t n1 = std::min(n0 + patch_n, layout_.n_tiles());
+      for (int64_t k = k0; k < std::min(k0 + patch_k, layout_.k_tiles); ++k) band(k, n0, n1);
     });
     return issues_.result();
   }
 
  private:
-  void tile(int64_t n_tile, int64_t k_tile) {
-    uint8_t* bytes = out_ + layout_.tile_offset(n_tile, k_tile);
-    if (n_tile >= layout_.n_tiles_used() || k_tile >= layout_.k_tiles_used()) {
-      std::memset(bytes, 0, static_cast<size_t>(layout_.tile_bytes));
-      return;
-    }
+  // Output tiles [n_tile, n_end), kBandTiles at most.
+  void band(int64_t k_tile, int64_t n_tile, int64_t n_end) {
+    const bool real_k = k_tile < layout_.k_tiles_used();
+    const int64_t real_end = real_k ? std::min(n_end, layout_.n_tiles_used()) : n_tile;
+    for (int64_t n = std::max(n_tile, real_end); n < n_end; ++n)
+      std::memset(out_ + layout_.tile_offset(n, k_tile), 0, static_cast<size_t>(layout_.tile_bytes));
+    const auto count = static_cast<int>(real_end - n_tile);
+    if (count <= 0) return;
+    Word<Bits>* codes[kBandTiles];
+    for (int i = 0; i < count; ++i)
+      codes[i] = reinterpret_cast<Word<Bits>*>(out_ + layout_.tile_offset(n_tile + i, k_tile));
     const int64_t k0 = k_tile * kKt;
-    const int64_t n0 = n_tile * kNt;
-    auto* codes = reinterpret_cast<Word<Bits>*>(bytes);
-    if (!read_code_blocks<Bits>(layout_, source_, k0, n0, codes)) find_bad_code(k0, n0);
-    write_groups(k0, n0, bytes);
-    const uint8_t* zeros = layout_.zero == ZeroKind::z8 ? bytes + layout_.zero_offset : nullptr;
-    if (k0 + kKt > layout_.k || n0 + kNt > layout_.n) pad_codes<Bits>(layout_, k0, n0, zeros, codes);
+    const bool fit = read_code_band<Bits>(layout_, source_, k0, n_tile * kNt, count, codes);
+    for (int i = 0; i < count; ++i) {
+      const int64_t n0 = (n_tile + i) * kNt;
+      auto* bytes = reinterpret_cast<uint8_t*>(codes[i]);
+      if (!fit) find_bad_code(k0, n0);
+      write_groups(k0, n0, bytes);
+      const uint8_t* zeros = layout_.zero == ZeroKind::z8 ? bytes + layout_.zero_offset : nullptr;
+      if (k0 + kKt > layout_.k || n0 + kNt > layout_.n) pad_codes<Bits>(layout_, k0, n0, zeros, codes[i]);
+    }
   }
 
   void write_groups(int64_t k0, int64_t n0, uint8_t* bytes) {
