@@ -75,8 +75,12 @@ def measure(
     turns: Turns,
     guards: tuple[Guard, Guard],
     run: Run,
+    keep: Callable[[], object],
 ) -> None:
-    """Measures every case, adding to ``run``. ``guards`` are held while weights are made and while it is timed."""
+    """Measures every case, adding to ``run``; ``keep`` is called after each shape.
+
+    ``guards`` are held while weights are made and while it is timed.
+    """
     seats = [Seat(contender, each.peer) for each in libraries for contender in each.contenders]
     seats = [seat for seat in seats if wanted(seat.name)]
     run.contenders |= {seat.name: seat.contender for seat in seats}
@@ -103,6 +107,7 @@ def measure(
             for each in libraries:
                 if each.peer.alive:
                     each.peer.ask("unload")
+            keep()
 
 
 def brief(run: Run, case: results.CaseResult) -> str:
@@ -216,7 +221,16 @@ def measure_all(arguments: argparse.Namespace) -> Run:
     run = Run({}, {}, failures=missing)
     guards = Guard(shlex.split(arguments.loading_guard)), Guard(shlex.split(arguments.guard))
     try:
-        measure(arguments.shapes, arguments.batches, libraries, wanted, turns, guards, run)
+        measure(
+            arguments.shapes,
+            arguments.batches,
+            libraries,
+            wanted,
+            turns,
+            guards,
+            run,
+            lambda: write_json(run, arguments.json),
+        )
         with guards[1]:
             run.overhead = call_overhead()
     finally:
@@ -231,6 +245,12 @@ def measure_all(arguments: argparse.Namespace) -> Run:
     return run
 
 
+def write_json(run: Run, path: Path | None) -> None:
+    """Every figure, if there is a ``path``."""
+    if path is not None:
+        write_atomically(path, results.to_json(run).encode())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what the command line says; returns the exit code."""
     arguments = parse_arguments(argv)
@@ -241,8 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.merge(results.from_json(path.read_text()))
     if not arguments.report_only:
         run.merge(measure_all(arguments))
-    if arguments.json is not None:
-        write_atomically(arguments.json, results.to_json(run).encode())
+    write_json(run, arguments.json)
     if arguments.output is None:
         print(document(run, []))
         return 0

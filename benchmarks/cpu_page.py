@@ -27,7 +27,7 @@ def document(run: Run, plots: Sequence[tuple[str, str]]) -> str:
         "# The CPU kernels against other libraries",
         paragraph("""Written by `python benchmarks/cpu.py`; its head states the method. Everything here is measured, on
         one machine, which it shares with whatever else runs there: ratios and shares are of figures taken in turn."""),
-        table(("", ""), list(run.facts.items())),
+        bullets(f"- {what}: {value}." for what, value in run.facts.items()),
         targets(run),
         *(f"![{title}]({path})" for title, path in plots),
         "## How many times faster",
@@ -45,7 +45,7 @@ def document(run: Run, plots: Sequence[tuple[str, str]]) -> str:
         activations (fp32 where there is none) and that of the 8-bit one for 8-bit activations."""),
     ]
     for name, contender in run.contenders.items():
-        if contender.ours and any(name in case.measured for case in run.cases):
+        if contender.ours and not contender.level and any(name in case.measured for case in run.cases):
             parts += [f"### {name}", table((TABLE_HEAD, *(f"M = {m}" for m in run.rows())), share_rows(run, name))]
     parts += ["## Contenders and accuracy", ACCURACY, contenders_table(run)]
     if run.overhead:
@@ -128,12 +128,12 @@ def targets(run: Run) -> str:
     below where they are missed), {checked - len(found)} were met.""")
     if not found:
         return text
-    header = ("K x N, M", "contender", "against", "figure", "target")
+    header = ("contender", "against", "K x N, M", "figure", "target")
     rows = [
-        (f"{case.shape}, {case.m}", ours, against, f"{figure:.2f}", f"{target:.2f}")
+        (ours, against, f"{case.shape}, {case.m}", f"{figure:.2f}", f"{target:.2f}")
         for case, ours, against, figure, target in found
     ]
-    return text + "\n\nMissed:\n\n" + table(header, rows)
+    return text + "\n\nMissed:\n\n" + table(header, sorted(rows, key=lambda row: row[:2]), left=3)
 
 
 def contenders_table(run: Run) -> str:
@@ -147,14 +147,14 @@ def contenders_table(run: Run) -> str:
             (
                 name,
                 contender.weights,
+                contender.note,
                 str(contender.activations),
                 f"{max(each.relative for each in errors):.1e}",
                 f"{max(each.gate_max for each in errors):.1e}",
                 f"{max(each.gate_mean for each in errors):.1e}",
-                contender.note,
             )
         )
-    return table(("contender", "weights", "activations", "relative", "gate max", "mean", "called by"), rows)
+    return table(("contender", "weights", "called by", "activations", "relative", "gate max", "mean"), rows, left=3)
 
 
 def overhead(run: Run) -> str:

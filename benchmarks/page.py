@@ -25,9 +25,9 @@ def bullets(items: Iterable[str]) -> str:
     return "\n".join(textwrap.fill(" ".join(item.split()), _WIDTH, subsequent_indent="  ") for item in items)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, the first column to the left, the others to the right."""
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table, the first ``left`` columns to the left, the others to the right."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * left + "---:|" * (len(header) - left)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 

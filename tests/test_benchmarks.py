@@ -273,7 +273,7 @@ def test_page_has_every_figure() -> None:
     run = made_up()
     run.overhead = {"call": 30e-6, "kernel": 27e-6, "overhead": 3e-6}
     text = cpu_page.document(run, [("a plot", "../images/a.svg")])
-    assert "| CPU | one |" in text
+    assert "- CPU: one." in text
     assert "![a plot](../images/a.svg)" in text
     assert "| 2048x4096 | 2.00 near | 1.12 near |" in text
     assert "| 2048x4096 | **0.50** eight |" in text
@@ -282,7 +282,7 @@ def test_page_has_every_figure() -> None:
     assert "| near | 9000 (119) |" in text
     assert "27.0 and the way to it from Python 3.0" in " ".join(text.split())
     assert "- not installed: x" in text
-    assert "| far | W4 | 16 | 0.0e+00 |" in text
+    assert "| far | W4 |  | 16 | 0.0e+00 |" in text
 
 
 def test_page_of_nothing() -> None:

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ Q4_0_R8, Q8_0_R8, Q4_K_R4, Q8_K_R8 = 202, 208, 212, 399  # ik_llama.cpp's, rows 
 
 BLOCK = {Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q4_0_R8: (32, 18), Q8_0_R8: (32, 34), Q4_K_R4: (256, 144)}
 """Weights, and the bytes that they take."""
+
+CHUNK = 64
+"""Rows that one thread quantises at a time; a multiple of those that a type interleaves."""
 
 PLAIN = {Q4_0_R8: Q4_0, Q8_0_R8: Q8_0, Q4_K_R4: Q4_K}
 """The type with the same values in plain order."""
@@ -77,6 +81,7 @@ class Ggml:
                 raise OSError(f"{libraries[-1]} has no {name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("ggml_"), function)
+        self._threads = threads
         self.backend = self.backend_cpu_init()
         self.backend_cpu_set_n_threads(self.backend, threads)
 
@@ -106,12 +111,18 @@ class Ggml:
         raise OSError("this ggml reorders no weights")
 
     def quantized(self, kind: int, weights: Array) -> Array:
-        """float32 [N, K] in that type, as bytes."""
+        """float32 [N, K] in that type, as bytes [N, ...]."""
         values = np.ascontiguousarray(weights, np.float32)
         n, k = values.shape
         per, size = BLOCK[kind]
-        out = np.empty(n * k // per * size, np.uint8)
-        self.quantize_chunk(kind, values.ctypes.data, out.ctypes.data, 0, n, k, None)
+        out = np.empty((n, k // per * size), np.uint8)
+
+        def chunk(first: int) -> None:
+            part, into = values[first : first + CHUNK], out[first : first + CHUNK]
+            self.quantize_chunk(kind, part.ctypes.data, into.ctypes.data, 0, len(part), k, None)
+
+        with ThreadPoolExecutor(self._threads) as pool:
+            list(pool.map(chunk, range(0, n, CHUNK)))
         return out
 
 
@@ -143,7 +154,9 @@ def dequantized(kind: int, data: Array, k: int) -> Array:
 class Graphs(Product):
     """Weights in a buffer, and graphs of x times each copy of them."""
 
-    def __init__(self, ggml: Ggml, kind: int, codes: Codes, cache_bytes: int, *, repack: bool) -> None:
+    def __init__(
+        self, ggml: Ggml, kind: int, codes: Codes, cache_bytes: int, quantized: list[Array], *, repack: bool
+    ) -> None:
         self._ggml, self._kind, self._codes = ggml, kind, codes
         per, size = BLOCK[kind]
         self.weight_bytes = codes.n * codes.k // per * size
@@ -154,7 +167,9 @@ class Graphs(Product):
         self._buffer = ggml.backend_alloc_ctx_tensors_from_buft(self._context, where)
         if not self._buffer:
             raise MemoryError("ggml could not allocate the weights")
-        data = ggml.quantized(kind, codes.dequantized()).reshape(codes.n // 8, -1)
+        if not quantized:
+            quantized.append(ggml.quantized(kind, codes.dequantized()))
+        data = quantized[0].reshape(codes.n // 8, -1)
         for copy, tensor in enumerate(self._weights):
             rolled = np.ascontiguousarray(np.roll(data, copy, axis=0))  # rows are interleaved by 8 at most
             ggml.backend_tensor_set(tensor, rolled.ctypes.data, 0, rolled.nbytes)
@@ -225,6 +240,9 @@ class GgmlAdapter(Adapter):
             if self._ik
             else {"Q4_0": Kind(Q4_0, True), "Q4_K": Kind(Q4_K), "Q4_K repacked": Kind(Q4_K, True), "Q8_0": Kind(Q8_0)}
         )
+        if self._level:
+            types = {label: kind for label, kind in types.items() if kind.type in (Q4_0, Q4_K, Q4_0_R8, Q4_K_R4)}
+        self._kept: tuple[Case, int, list[Array]] | None = None  # one type's weights: quantising takes long
         suffix = f" {self._level}" if self._level else ""
         self._kinds = {f"{name} {label}{suffix}": kind for label, kind in types.items()}
 
@@ -242,7 +260,9 @@ class GgmlAdapter(Adapter):
     def load(self, contender: Contender, case: Case, cache_bytes: int) -> Product:
         kind = self._kinds[contender.name]
         scheme = case.schemes["w8g128" if contender.bits == 8 else "w4g128"]
-        return Graphs(self._ggml, kind.type, scheme, cache_bytes, repack=kind.repack)
+        if self._kept is None or self._kept[0] is not case or self._kept[1] != kind.type:
+            self._kept = (case, kind.type, [])
+        return Graphs(self._ggml, kind.type, scheme, cache_bytes, self._kept[2], repack=kind.repack)
 
 
 def find_libraries(variant: str) -> tuple[list[Path], dict[str, str]]:
