@@ -16,7 +16,7 @@ cpp := $(shell find kernels src/tilefuse/_core src/tilefuse/_emu src/tilefuse/_x
 build_inputs := pyproject.toml CMakeLists.txt $(cpp) $(shell find kernels -name CMakeLists.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test peers sanitize lint format bench kernels mlir xclbins wheel clean
+.PHONY: help run test peers sanitize lint format bench perplexity kernels mlir xclbins wheel clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -48,6 +48,9 @@ bench: $(VENV)/.bench ## Measure against other libraries, model kernels and arra
 	$(BIN)/python benchmarks/emulator_speed.py
 	$(BIN)/python benchmarks/routing.py
 	$(BIN)/python benchmarks/dispatch.py
+
+perplexity: $(VENV)/.hf $(VENV)/.stamp-run ## Measure the accuracy of a small real model; writes docs/benchmarks/ (downloads torch)
+	$(BIN)/python benchmarks/perplexity.py $(BENCH_ARGS)
 
 kernels: $(VENV)/.installed ## Build the array's kernels with Peano into build/kernels
 	$(BIN)/python -m tilefuse.kernels_build $(KERNELS_ARGS)
