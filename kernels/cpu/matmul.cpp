@@ -23,7 +23,7 @@ thread_local Scratch t_tile;         // of each thread that computes tiles
 
 template <typename Fn>
 void fused_over_tiles(const MatmulArgs& args, Fn&& kernel) {
-  parallel_unless_small(args.layout.n_tiles_used(), args.m * weight_bytes(args), [&](int64_t n_tile) {
+  parallel_tiles(args.layout, args.m * weight_bytes(args), [&](int64_t n_tile) {
     auto* acc = reinterpret_cast<float*>(t_tile.at_least(args.m * kNt * 4));
     kernel(run_of(args, n_tile), acc);
     for (int64_t r = 0; r < args.m; ++r) store_row(args, r, n_tile, acc + r * kNt);

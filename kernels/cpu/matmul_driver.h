@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -75,6 +76,31 @@ void parallel_unless_small(int64_t items, int64_t bytes, Fn&& fn) {
   } else {
     ThreadPool::instance().parallel_for(items, [&](int64_t i, int) { fn(i); });
   }
+}
+
+// Runs fn(n_tile) for each output tile, likewise. A thread takes stretches of tiles that follow each other in memory,
+// long ones first: starting somewhere else costs a matmul that waits for memory a tenth of a run of tiles.
+template <typename Fn>
+void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
+  const int64_t end = layout.n_tiles();
+  const auto stretch = [&](int64_t first, int64_t count) {
+    for (int64_t i = first; i < first + count; ++i) {
+      const int64_t n_tile = i % layout.tiles_per_column * layout.columns + i / layout.tiles_per_column;
+      if (n_tile < layout.n_tiles_used()) fn(n_tile);
+    }
+  };
+  if (bytes < kSerialBytes) return stretch(0, end);
+  ThreadPool& pool = ThreadPool::instance();
+  const int64_t threads = pool.num_threads();
+  std::atomic<int64_t> next{0};
+  pool.parallel_for(threads, [&](int64_t, int) {
+    for (int64_t first = next.load(std::memory_order_relaxed); first < end;) {
+      const int64_t count = std::max<int64_t>(1, (end - first) / (2 * threads));
+      if (!next.compare_exchange_weak(first, first + count, std::memory_order_relaxed)) continue;
+      stretch(first, count);
+      first = next.load(std::memory_order_relaxed);
+    }
+  });
 }
 
 inline int64_t weight_bytes(const MatmulArgs& args) {
