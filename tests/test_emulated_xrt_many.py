@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -165,6 +166,7 @@ def test_nothing_is_left_after_runs(artifacts: EmulatedArtifacts, rng: Rng) -> N
         assert not pyxrt.live()
 
 
+@pytest.mark.skipif("TILEFUSE_SANITIZED" in os.environ, reason="an address sanitizer keeps what is freed")
 def test_many_dispatches_in_flat_memory(artifacts: EmulatedArtifacts, rng: Rng) -> None:
     """What the module itself keeps: runs that do nothing, failing ones among them."""
     pyxrt = EmulatedXrt(executes=False)
