@@ -80,7 +80,7 @@ def test_strides(module: TileFuseLinear, known: Known, rng: np.random.Generator)
 
 
 def test_refusals(module: TileFuseLinear, rng: np.random.Generator) -> None:
-    with pytest.raises(ShapeError, match=rf"\[3, {K + 1}\].*K = {K}"):
+    with pytest.raises(ShapeError, match=rf"\[3, {K + 1}\].*{K}"):
         module(random(rng, 3, K + 1))
     with pytest.raises(DtypeError, match="float64"):
         module(random(rng, 3, K).double())

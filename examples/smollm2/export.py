@@ -37,5 +37,6 @@ def write_bfloat16(path: Path, model: GgufModel) -> None:
                 "unk_token": "<|endoftext|>",
                 "model_max_length": model.config.max_position_embeddings,
                 "clean_up_tokenization_spaces": False,
+                "chat_template": model.field("tokenizer.chat_template"),
             },
         )

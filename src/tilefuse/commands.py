@@ -25,6 +25,7 @@ from tilefuse.inspection import inspect as inspect_path
 from tilefuse.layout import DEFAULT_COLUMNS, Layout, ZeroKind
 
 if TYPE_CHECKING:
+    from tilefuse.model_routing import ModelRoutes
     from tilefuse.routing import Routing
 
 _ROUTE_WIDTH = 80
@@ -166,6 +167,52 @@ def quantize(
 
 
 @app.command()
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="A quantised checkpoint: a folder, or a repository in transformers' cache.")
+    ],
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="What to answer; - reads it from standard input.")],
+    device: Annotated[
+        str, typer.Option(help="cpu, npu, emulator, or auto: each phase where it is estimated to be the fastest.")
+    ] = "auto",
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", min=1, help="Tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, not as a conversation.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of activations: bfloat16, float16 or float32.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 for all.")] = 0,
+    cache: Annotated[
+        str,
+        typer.Option(
+            help="Where packed weights are kept: user (your cache folder), beside (the model), off, or a folder."
+        ),
+    ] = "user",
+    fuse: Annotated[bool, typer.Option(help="Multiply q, k and v as one, gate and up too.")] = True,
+    fallback: Annotated[
+        str, typer.Option(help="For a layer that can't be packed: error, or dequantize it into torch.")
+    ] = "error",
+) -> None:
+    """Generate text with a quantised model."""
+    try:
+        from tilefuse.hf.command import run as run_generate
+    except ImportError as error:
+        raise TileFuseError(str(error)) from None
+    status = run_generate(
+        model,
+        prompt,
+        device=device,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        raw=raw,
+        dtype=dtype,
+        threads=threads,
+        cache=cache,
+        fuse=fuse,
+        fallback=fallback,
+    )
+    raise typer.Exit(status)
+
+
+@app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="A packed file or a checkpoint.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -216,32 +263,77 @@ def _table(found: Inspection) -> Table:
 
 @app.command()
 def route(
-    m: Annotated[int, typer.Argument(metavar="M", help="Rows of activations.")],
-    k: Annotated[int, typer.Argument(metavar="K", help="Input channels.")],
-    n: Annotated[int, typer.Argument(metavar="N", help="Output channels.")],
+    m: Annotated[int | None, typer.Argument(metavar="M", help="Rows of activations.", show_default=False)] = None,
+    k: Annotated[int | None, typer.Argument(metavar="K", help="Input channels.", show_default=False)] = None,
+    n: Annotated[int | None, typer.Argument(metavar="N", help="Output channels.", show_default=False)] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A quantised checkpoint, in place of M K N: all its layers, prefill and decode.")
+    ] = None,
     bits: Annotated[int, typer.Option(help="Bits of a weight, 4 or 8.")] = 4,
     group: Annotated[int, typer.Option(help="Input channels that share a scale; 0 for all of them.")] = 128,
     zero: Annotated[ZeroKind, typer.Option(help="Zero points (z8) or float minima (m16).")] = ZeroKind.Z8,
     columns: Annotated[int, typer.Option(help="Columns of the array, 1 to 8.")] = DEFAULT_COLUMNS,
+    fuse: Annotated[bool, typer.Option(help="With --model: q, k and v as one product, gate and up too.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Estimate y = x W on each device, and say which one device="auto" takes."""
+    """Estimate y = x W, or the layers of a model, on each device, and say which one device="auto" takes."""
     # Not needed by the other commands.
-    from tilefuse import routing
+    from tilefuse import model_routing, routing
     from tilefuse.runtime import auto_device
     from tilefuse.runtime.rates import calibrate
 
-    layout = Layout(k, n, bits, group or k, zero, columns)
-    found = routing.route(layout, m, calibrate, lambda: auto_device().npu_usable)
+    console = Console()
+    # A narrower terminal folds the lines; the tables must not drop digits.
+    console.width = max(console.width, _ROUTE_WIDTH)
+    found: Routing | ModelRoutes
+    if model is not None:
+        if m is not None:
+            raise TileFuseError("pass M K N or --model, not both")
+        found = model_routing.route_model(
+            model, calibrate, lambda: auto_device().npu_usable, fuse=fuse, columns=columns
+        )
+        tables = _model_tables(found)
+    else:
+        if m is None or k is None or n is None:
+            raise TileFuseError("pass M K N, as in `tilefuse route 512 4096 4096`, or --model PATH")
+        layout = Layout(k, n, bits, group or k, zero, columns)
+        found = routing.route(layout, m, calibrate, lambda: auto_device().npu_usable)
+        tables = [_route_table(found)]
     if as_json:
         sys.stdout.write(json.dumps(found.to_json(), indent=1) + "\n")
         return
-    console = Console()
-    # A narrower terminal folds the lines; the table must not drop digits.
-    console.width = max(console.width, _ROUTE_WIDTH)
-    console.print(_route_table(found))
+    for table in tables:
+        console.print(table)
     for line in found.lines():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _model_tables(found: ModelRoutes) -> list[Table]:
+    from tilefuse.model_routing import SHOWN
+
+    products = Table(title=Text(f"{found.path}; ms"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    products.add_column("products", overflow="fold")
+    products.add_column("K x N", no_wrap=True)
+    products.add_column("scheme", no_wrap=True)
+    for heading in ("cpu, 1 row", "npu", f"cpu, {SHOWN}", "npu"):
+        products.add_column(heading, justify="right", no_wrap=True)
+    for kind in found.kinds:
+        times = (kind.decode.cpu, kind.decode.npu, kind.prefill.cpu, kind.prefill.npu)
+        shape = f"{kind.layout.k} x {kind.layout.n}"
+        products.add_row(Text(f"{kind.count} {kind.name}"), shape, kind.scheme, *map(_time, times))
+    phases = Table(box=SIMPLE_HEAD, pad_edge=False)
+    phases.add_column("phase")
+    for heading in ("rows", "cpu, ms", "npu, ms", "cpu, rows/s", "npu, rows/s"):
+        phases.add_column(heading, justify="right", no_wrap=True)
+    phases.add_column("faster")
+    for name, phase in found.phases():
+        rates = (f"{phase.rows / seconds:,.0f}" if seconds else "-" for seconds in (phase.cpu, phase.npu))
+        phases.add_row(name, str(phase.rows), _time(phase.cpu), _time(phase.npu), *rates, phase.cheapest)
+    return [products, phases]
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else _milliseconds(seconds)
 
 
 def _route_table(found: Routing) -> Table:

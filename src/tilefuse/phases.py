@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tilefuse import arch
 from tilefuse.errors import DeviceError, PlanError
 from tilefuse.layout import Layout
-from tilefuse.runtime import Device, device_names, resolve_device
+from tilefuse.runtime import default_device, device_names, resolve_device
 from tilefuse.runtime.estimates import cpu_estimate, npu_estimate
 from tilefuse.runtime.rates import Rates
 
@@ -43,12 +43,11 @@ class Phases:
     reason: str = ""
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def device(self, rows: int) -> Device:
-        """The device for a product of ``rows`` rows of activations."""
-        many = rows >= self.min_rows
-        device = resolve_device(self.prefill if many else self.decode)
-        self.calls["prefill" if rows > 1 else "decode", device.name] += 1
-        return device
+    def device(self, rows: int) -> str:
+        """The device for a product of ``rows`` rows of activations; counts it."""
+        name = (self.prefill if rows >= self.min_rows else self.decode) or default_device()
+        self.calls["prefill" if rows > 1 else "decode", name] += 1
+        return name
 
     def set(self, other: Phases) -> None:
         """Takes the devices of ``other``; the layers that share this object follow."""

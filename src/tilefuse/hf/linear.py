@@ -13,14 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tilefuse import ops
 from tilefuse._buffers import aligned_empty
-from tilefuse.arrays import FloatArray, FloatType, view_rows
-from tilefuse.errors import DtypeError, ShapeError, TileFuseError
+from tilefuse.errors import ShapeError, TileFuseError
 from tilefuse.packed import PackedLinear
 from tilefuse.phases import Phases
 from tilefuse.storage import LayerSpec
-
-_KINDS = {torch.float32: FloatType.F32, torch.bfloat16: FloatType.BF16, torch.float16: FloatType.F16}
 
 _LAYERS: weakref.WeakValueDictionary[int, TileFuseLinear] = weakref.WeakValueDictionary()
 """Modules by handle: a graph holds the number, and one that outlives its module must fail, not read freed memory."""
@@ -77,23 +75,8 @@ class TileFuseLinear(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """The product itself, for a tensor in CPU memory that needs no gradient."""
-        shape = x.shape
-        kind = _KINDS.get(x.dtype)
-        if kind is None:
-            raise DtypeError(f"x is {x.dtype}: layer {self.layer.name!r} takes float32, bfloat16 or float16")
-        if not shape or shape[-1] != self.in_features:
-            raise ShapeError(
-                f"x has shape {list(shape)}: layer {self.layer.name!r} takes [..., {self.in_features}] "
-                f"(K = {self.in_features} input channels)"
-            )
-        rows = math.prod(shape[:-1])
-        view = view_rows(x if len(shape) == 2 else x.reshape(rows, shape[-1]), "x")
-        assert view is not None
-        n = self.out_features
-        y = torch.empty((rows, n), dtype=x.dtype)
-        if rows:
-            self.phases.device(rows).matmul(view, self.layer, FloatArray(y, kind, y.data_ptr(), n))
-        return y if len(shape) == 2 else y.view(*shape[:-1], n)
+        y: Tensor = ops.linear(x, self.layer, device=self.phases.device(math.prod(x.shape[:-1])))
+        return y
 
     def extra_repr(self) -> str:
         lay = self.layer.layout

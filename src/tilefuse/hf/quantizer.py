@@ -159,11 +159,12 @@ def _module_paths(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
     state = model.state_dict()
     tied = getattr(model, "all_tied_weights_keys", {})
+    modules = dict(model.named_modules())
     found: dict[str, str] = {}
     for name in [*names, *refused]:
         key, converter = rename_source_key(f"{name}.weight", renamings, converters, model.base_model_prefix, state)
         path = key.removesuffix(".weight")
-        module = dict(model.named_modules()).get(path) if converter is None else None
+        module = modules.get(path) if converter is None else None
         if isinstance(module, nn.Linear):
             if name in refused:
                 raise UnsupportedFormatError(refused[name])

@@ -1,0 +1,255 @@
+"""Text from a quantised model: loading it, streaming what it says, and what that took."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging as transformers_logging
+
+import tilefuse.hf.quantizer  # noqa: F401 (registers the quantiser)
+from tilefuse.errors import FormatError, ShapeError
+from tilefuse.hf.linear import TileFuseLinear
+from tilefuse.hf.options import options
+from tilefuse.hf.routing import phases_of
+from tilefuse.phases import CHUNK
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to run.
+
+    Attributes:
+        model: transformers' model.
+        tokenizer: Its tokenizer.
+        seconds: What loading took, without importing anything.
+        packed: Whether its weights were packed just now, rather than mapped.
+        packed_bytes: Packed tiles.
+        other_bytes: All other parameters: embeddings, norms, the output head.
+    """
+
+    model: Any
+    tokenizer: Any
+    seconds: float
+    packed: bool
+    packed_bytes: int
+    other_bytes: int
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    progress: Callable[[str, int, int], None] | None = None,
+    **choices: Any,
+) -> Loaded:
+    """Loads a quantised checkpoint with its tokenizer.
+
+    Args:
+        path: As ``from_pretrained`` takes it.
+        dtype: Of activations and of what is not quantised.
+        progress: See `tilefuse.packcache.Progress`.
+        **choices: As in `tilefuse.hf.options`.
+
+    Raises:
+        TileFuseError: The checkpoint isn't quantised, or can't be read or packed.
+        OSError: There is no such checkpoint.
+    """
+    stages: set[str] = set()
+
+    def report(what: str, done: int, total: int) -> None:
+        stages.add(what)
+        if progress is not None:
+            progress(what, done, total)
+
+    start = time.perf_counter()
+    with _quiet(), options(progress=report, **choices):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    layers = [module.layer for module in model.modules() if isinstance(module, TileFuseLinear)]
+    if not layers:
+        raise FormatError(f"{path} is not quantised, and only quantised layers run on tilefuse: tilefuse quantize it")
+    return Loaded(
+        model,
+        tokenizer,
+        time.perf_counter() - start,
+        "packing" in stages,
+        sum(layer.nbytes for layer in layers),
+        sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+    )
+
+
+class _quiet:
+    """transformers' own progress bars and advice stay out of a program's output."""
+
+    def __enter__(self) -> None:
+        self._verbosity = transformers_logging.get_verbosity()
+        self._bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *error: object) -> None:
+        transformers_logging.set_verbosity(self._verbosity)
+        if self._bars:
+            transformers_logging.enable_progress_bar()
+
+
+@dataclass
+class Generated:
+    """What was said, and what it took.
+
+    Attributes:
+        text: The text.
+        tokens: Its tokens.
+        prompt: Tokens of the prompt.
+        prefill_seconds: From the start to the first token.
+        decode_seconds: From the first token to the last.
+        calls: Products by (phase, device).
+        interrupted: Whether the user stopped it.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    prompt: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    interrupted: bool = False
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens of the prompt a second."""
+        return self.prompt / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second after the first."""
+        return (len(self.tokens) - 1) / self.decode_seconds if len(self.tokens) > 1 else 0.0
+
+
+class _Stream(BaseStreamer):  # type: ignore[misc,unused-ignore]
+    """Takes the time of each token, and hands on text as soon as it is whole characters."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        self.tokenizer, self.on_text = tokenizer, on_text
+        self.times: list[float] = []
+        self.tokens: list[int] = []
+        self.text = ""
+        self._pending: list[int] = []
+        self._shown = 0
+        self._prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt:  # the first is the prompt
+            self._prompt = False
+            return
+        self.times.append(time.perf_counter())
+        found = value.reshape(-1).tolist()
+        self.tokens += found
+        self._pending += found
+        text = self.tokenizer.decode(self._pending, skip_special_tokens=True)
+        if not text.endswith("�"):  # a character's bytes may be several tokens
+            self._show(text)
+            if text.endswith("\n"):  # what came before decodes alike whatever follows
+                self._pending, self._shown = [], 0
+
+    def _show(self, text: str) -> None:
+        new = text[self._shown :]
+        self._shown = len(text)
+        if new:
+            self.text += new
+            self.on_text(new)
+
+    def end(self) -> None:
+        if self._pending:
+            self._show(self.tokenizer.decode(self._pending, skip_special_tokens=True))
+            self._pending = []
+
+
+def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool = True) -> torch.Tensor:
+    """Token ids [1, T] of a prompt, as the first turn of a conversation where the tokenizer has a template for one."""
+    if chat and getattr(tokenizer, "chat_template", None):
+        turn = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        given = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    else:
+        given = tokenizer(prompt, return_tensors="pt")
+    ids: torch.Tensor = given.input_ids
+    return ids
+
+
+def generate(
+    loaded: Loaded,
+    ids: torch.Tensor,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Generated:
+    """Continues a prompt, greedily at temperature 0; a keyboard interrupt ends it with what there is.
+
+    Args:
+        loaded: The model.
+        ids: The prompt, [1, T].
+        max_new_tokens: Tokens at most.
+        temperature: Divides the logits of what is drawn from.
+        on_text: Called with each piece of text.
+
+    Raises:
+        ShapeError: The prompt is empty, or longer than the model's context.
+    """
+    model, prompt = loaded.model, ids.shape[-1]
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not prompt:
+        raise ShapeError("the prompt has no tokens: give a longer one")
+    if context is not None and prompt >= context:
+        raise ShapeError(f"the prompt has {prompt} tokens, and the model's context {context}: shorten it")
+    if context is not None:
+        max_new_tokens = min(max_new_tokens, context - prompt)
+    phases = phases_of(model)
+    phases.calls.clear()
+    stream = _Stream(loaded.tokenizer, on_text)
+    # The checkpoint's own sampling settings are no concern of greedy decoding.
+    greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else greedy
+    pad = loaded.tokenizer.pad_token_id
+    interrupted = False
+    start = time.perf_counter()
+    with _quiet():
+        try:
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                streamer=stream,
+                pad_token_id=loaded.tokenizer.eos_token_id if pad is None else pad,
+                prefill_chunk_size=CHUNK if prompt > CHUNK else None,
+                **sampling,
+            )
+        except KeyboardInterrupt:
+            stream.end()
+            interrupted = True
+    times = stream.times or [time.perf_counter()]
+    return Generated(
+        stream.text, stream.tokens, prompt, times[0] - start, times[-1] - times[0], dict(phases.calls), interrupted
+    )
+
+
+def peak_memory() -> int:
+    """Bytes that the process has had resident at most, mapped files included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

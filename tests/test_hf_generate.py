@@ -1,0 +1,172 @@
+"""``tilefuse generate`` on a tiny random model with a tokenizer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import KINDS
+
+torch = pytest.importorskip("torch", reason="the [hf] extra is not installed")
+transformers = pytest.importorskip("transformers", reason="the [hf] extra is not installed")
+
+import language_models  # noqa: E402
+
+from tilefuse import commands  # noqa: E402
+from tilefuse.errors import FormatError, ShapeError  # noqa: E402
+from tilefuse.hf.generation import Loaded, _Stream, generate, load, prompt_ids  # noqa: E402
+from tilefuse.phases import CHUNK  # noqa: E402
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("ignore"),  # theirs
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("TILEFUSE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "packed"
+
+
+def write_tokenizer(path: Path, *, template: str | None = None) -> None:
+    """Words "w4" to "w95", the ids their numbers; below are special ones."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    words = special | {f"w{i}": i for i in range(4, language_models.VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.chat_template = template
+    fast.save_pretrained(path)
+
+
+@pytest.fixture
+def model(tmp_path: Path, rng: np.random.Generator) -> tuple[Path, Any]:
+    """A checkpoint's folder, and the same model in plain transformers."""
+    expected = language_models.make(tmp_path / "model", "llama", KINDS["awq-gemm"], rng)
+    write_tokenizer(tmp_path / "model")
+    return tmp_path / "model", expected
+
+
+def theirs(expected: Any, ids: list[int], count: int) -> list[int]:
+    found = expected.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    tokens: list[int] = found[0, len(ids) :].tolist()
+    return tokens
+
+
+def test_command(model: tuple[Path, Any], capfd: pytest.CaptureFixture[str], cache: Path) -> None:
+    """The likeliest tokens, those of plain transformers, on the exact device; then the figures."""
+    path, expected = model
+    arguments = ["generate", str(path), "-p", "w5 w17 w93", "-n", "6", "--device", "reference", "--dtype", "float32"]
+    for state in ("packed", "mapped"):
+        assert commands.run(arguments) == 0
+        out, err = capfd.readouterr()
+        wanted = [f"w{token}" for token in theirs(expected, [5, 17, 93], 6) if token not in (0, 1, 2, 3)]
+        assert out.split() == wanted
+        assert f"of weights {state}" in err
+        assert "prefill  3 tokens" in err
+        assert "on reference (8 products)" in err
+        assert "memory " in err
+    assert list(cache.glob("*.tilefuse"))
+
+
+def test_chat_template(tmp_path: Path, model: tuple[Path, Any]) -> None:
+    path, _ = model
+    write_tokenizer(path, template="{% for m in messages %}w7 {{ m.content }} w8 {% endfor %}w9")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    assert prompt_ids(tokenizer, "w20 w21").tolist() == [[7, 20, 21, 8, 9]]
+    assert prompt_ids(tokenizer, "w20 w21", chat=False).tolist() == [[20, 21]]
+
+
+def test_long_prompts_go_in_parts(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilefuse.hf import generation
+
+    path, expected = model
+    loaded = load(path, dtype=torch.float32, device="reference")
+    ids = [5, 17, 93, 4, 60, 31, 8, 44, 71]
+    assert len(ids) < CHUNK
+    monkeypatch.setattr(generation, "CHUNK", 4)
+    done = generate(loaded, torch.tensor([ids]), max_new_tokens=4)
+    assert done.tokens == theirs(expected, ids, 4)
+    # 4 + 4 + 1 tokens: the last part is one row.
+    blocks = 4 * language_models.LAYERS
+    assert done.calls[("prefill", "reference")] == 2 * blocks
+    assert done.prompt == 9
+
+
+def test_interrupt_keeps_what_there_is(model: tuple[Path, Any]) -> None:
+    loaded = load(model[0], dtype=torch.float32)
+    said: list[str] = []
+
+    def on_text(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            raise KeyboardInterrupt
+
+    done = generate(loaded, torch.tensor([[5, 17]]), max_new_tokens=20, on_text=on_text)
+    assert done.interrupted
+    assert "".join(said).split()[:2] == done.text.split()[:2]
+    assert len(done.tokens) < 20
+
+
+def test_refusals(
+    model: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
+) -> None:
+    path, expected = model
+    for option, value, word in (
+        ("--device", "gpu", "gpu"),
+        ("--dtype", "int8", "bfloat16"),
+        ("--fallback", "x", "fallback"),
+    ):
+        assert commands.run(["generate", str(path), "-p", "w5", option, value]) == 1
+        assert word in capsys.readouterr().err
+    loaded = load(path, dtype=torch.float32)
+    with pytest.raises(ShapeError, match=r"200 tokens, and the model's context 128"):
+        generate(loaded, torch.full((1, 200), 5))
+    with pytest.raises(ShapeError, match="no tokens"):
+        generate(loaded, torch.zeros((1, 0), dtype=torch.int64))
+    expected.save_pretrained(tmp_path / "plain")
+    write_tokenizer(tmp_path / "plain")
+    with pytest.raises(FormatError, match="not quantised"):
+        load(tmp_path / "plain")
+    assert commands.run(["generate", str(tmp_path / "nothing" / "there" / "at" / "all"), "-p", "w5"]) == 1
+
+
+def test_characters_of_several_tokens_come_whole() -> None:
+    class Bytes:
+        """A tokenizer whose tokens are bytes."""
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            return bytes(tokens).decode("utf-8", "replace")
+
+    said: list[str] = []
+    stream = _Stream(Bytes(), said.append)
+    stream.put(torch.tensor([[1, 2]]))  # the prompt
+    for byte in "aé\n🙂b".encode():
+        stream.put(torch.tensor([byte]))
+    stream.put(torch.tensor([0xE2]))  # cut short
+    stream.end()
+    assert said == ["a", "é", "\n", "🙂", "b", "�"]
+    assert stream.text == "aé\n🙂b�"
+
+
+def test_figures_of_the_emulated_array(model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("greenlet", reason="the emulator is not installed")
+    command = ["generate", str(model[0]), "-p", "w5 w17", "-n", "2", "--device", "emulator"]
+    assert commands.run(command) == 0
+    assert "dispatches so far" in capfd.readouterr().err
+
+
+def test_loaded_says_what_is_held(model: tuple[Path, Any]) -> None:
+    loaded: Loaded = load(model[0])
+    assert loaded.packed
+    others = sum(parameter.numel() * 2 for parameter in loaded.model.parameters())
+    assert loaded.other_bytes == others
+    assert loaded.packed_bytes > 0
