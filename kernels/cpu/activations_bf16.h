@@ -3,42 +3,14 @@
 
 #include <immintrin.h>
 
-#include <algorithm>
-#include <cstring>
-
 #include "bf16_dot.h"
 #include "matmul.h"
 #include "matmul_kernels.h"
+#include "tile_of_row.h"
+#include "transpose_avx512.h"
 
 namespace tilefuse {
 namespace {
-
-// 16x16 words, transposed.
-inline void transpose_16x16(__m512i (&v)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-  // v[4 b + c]: of rows 4 b .. 4 b + 3, column 4 l + c in 128-bit lane l.
-  for (int b = 0; b < 16; b += 4) {
-    v[b] = _mm512_unpacklo_epi64(t[b], t[b + 2]);
-    v[b + 1] = _mm512_unpackhi_epi64(t[b], t[b + 2]);
-    v[b + 2] = _mm512_unpacklo_epi64(t[b + 1], t[b + 3]);
-    v[b + 3] = _mm512_unpackhi_epi64(t[b + 1], t[b + 3]);
-  }
-  for (int c = 0; c < 4; ++c) {
-    const __m512i low_01 = _mm512_shuffle_i32x4(v[c], v[4 + c], 0x44);
-    const __m512i high_01 = _mm512_shuffle_i32x4(v[c], v[4 + c], 0xEE);
-    const __m512i low_23 = _mm512_shuffle_i32x4(v[8 + c], v[12 + c], 0x44);
-    const __m512i high_23 = _mm512_shuffle_i32x4(v[8 + c], v[12 + c], 0xEE);
-    t[c] = _mm512_shuffle_i32x4(low_01, low_23, 0x88);
-    t[4 + c] = _mm512_shuffle_i32x4(low_01, low_23, 0xDD);
-    t[8 + c] = _mm512_shuffle_i32x4(high_01, high_23, 0x88);
-    t[12 + c] = _mm512_shuffle_i32x4(high_01, high_23, 0xDD);
-  }
-  for (int i = 0; i < 16; ++i) v[i] = t[i];
-}
 
 // 32 consecutive activations as bfloat16.
 inline __m512i load_32(const std::byte* from, Dtype dtype) {
@@ -55,23 +27,6 @@ inline __m512i load_32(const std::byte* from, Dtype dtype) {
       break;
   }
   return _mm512_loadu_si512(from);
-}
-
-// Activations k0 .. k0 + 127 of one row, permuted, zero beyond K, in `piece` where they don't lie like that in x.
-inline const std::byte* tile_of_row(const MatmulArgs& args, int64_t row, int64_t k0, std::byte* piece) {
-  const int64_t element = args.x_dtype == Dtype::f32 ? 4 : 2;
-  const std::byte* from = static_cast<const std::byte*>(args.x) + row * args.x_stride * element;
-  const int64_t count = std::min<int64_t>(kKt, args.layout.k - k0);
-  if (args.perm == nullptr && count == kKt) return from + k0 * element;
-  std::memset(piece + count * element, 0, static_cast<size_t>((kKt - count) * element));
-  if (args.perm == nullptr) {
-    std::memcpy(piece, from + k0 * element, static_cast<size_t>(count * element));
-  } else if (element == 4) {
-    for (int64_t i = 0; i < count; ++i) std::memcpy(piece + i * 4, from + args.perm[k0 + i] * 4, 4);
-  } else {
-    for (int64_t i = 0; i < count; ++i) std::memcpy(piece + i * 2, from + args.perm[k0 + i] * 2, 2);
-  }
-  return piece;
 }
 
 bool write_pass_bf16(const MatmulArgs& args, int64_t row0, int rows, int64_t k, uint32_t* words, int64_t tile_stride,

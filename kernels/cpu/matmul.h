@@ -35,4 +35,12 @@ struct MatmulArgs {
 // sum, plus half a unit in the last place of y's type.
 void matmul(const MatmulArgs& args);
 
+// The same with activations quantised to signed 8 bits, per row and group of tile_group input channels: x as q_x s_x,
+// s_x = max|x| / 127. Products are summed exactly over a group, in float over groups.
+//
+// Error against the float64 product of q_x s_x and (q - z) s, elementwise, as a fraction of |q_x s_x| @ |W|: at most
+// (K / tile_group + 3) 2^-24, with minima three times that, plus half a unit in the last place of y's type. A NaN or
+// Inf in a row makes all its results NaN.
+void matmul_int8(const MatmulArgs& args);
+
 }  // namespace tilefuse

@@ -132,6 +132,19 @@ __attribute__((target("avx512f,avx512bf16"))) double bf16_dot_avx512() {
   return 2.0 * kSteps * kChains * 32;
 }
 
+__attribute__((target("avx512f,avx512bw,avx512vnni"))) double int8_dot_avx512() {
+  __m512i sums[kChains] = {};
+  for (auto& sum : sums) separate(sum);
+  volatile int8_t source = 1;
+  const __m512i factor = _mm512_set1_epi8(source);
+  for (int i = 0; i < kSteps; ++i) {
+#pragma GCC unroll 12
+    for (int j = 0; j < kChains; ++j) sums[j] = _mm512_dpbusd_epi32(sums[j], factor, factor);
+  }
+  keep(sums);
+  return 2.0 * kSteps * kChains * 64;
+}
+
 #endif
 
 using Read = void (*)(const std::byte* data, size_t bytes);
@@ -148,6 +161,7 @@ Read best_read() {
 Arithmetic arithmetic(const std::string& kind) {
 #if defined(__x86_64__)
   if (kind == "bf16-dot") return bf16_dot_avx512;
+  if (kind == "int8-dot") return int8_dot_avx512;
   if (__builtin_cpu_supports("avx512f")) return fp32_avx512;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return fp32_avx2;
 #else
@@ -189,6 +203,14 @@ std::vector<std::string> arithmetic_probes() {
   std::vector<std::string> kinds = {"fp32"};
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512bf16")) kinds.emplace_back("bf16-dot");
+#endif
+  return kinds;
+}
+
+std::vector<std::string> integer_probes() {
+  std::vector<std::string> kinds;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")) kinds.emplace_back("int8-dot");
 #endif
   return kinds;
 }

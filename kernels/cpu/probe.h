@@ -30,8 +30,11 @@ class ReadProbe {
 // makes of plain C++) and, with AVX512_BF16, "bf16-dot".
 std::vector<std::string> arithmetic_probes();
 
-// Floating-point operations a second (a multiply-add is two) of `kind`, all threads of the pool together, over about
-// `seconds`. `kind` is one of arithmetic_probes().
+// Likewise for integers: "int8-dot", VPDPBUSD on 512 bits, with AVX512_VNNI.
+std::vector<std::string> integer_probes();
+
+// Operations a second (a multiply-add is two) of `kind`, all threads of the pool together, over about `seconds`. `kind`
+// is one of arithmetic_probes() or integer_probes().
 double run_arithmetic_probe(const std::string& kind, double seconds);
 
 }  // namespace tilefuse

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tilefuse.arrays import FloatArray, empty_like, float_type, view_rows
-from tilefuse.errors import DtypeError, ShapeError
+from tilefuse.errors import DeviceError, DtypeError, ShapeError
 from tilefuse.packed import PackedLinear
 from tilefuse.runtime import is_direct_cpu, resolve_device
 
@@ -41,7 +41,25 @@ def _overlap(a: FloatArray, b: FloatArray) -> bool:
     return a_begin < b_end and b_begin < a_end
 
 
-def _matmul(x: Any, layer: PackedLinear, device: str | None, out: Any, out_dtype: Any, rows_axis: bool) -> Any:
+def _matmul_of(device: str | None, compute: str | None) -> Callable[[FloatArray, PackedLinear, FloatArray], None]:
+    """The product of that device in that arithmetic."""
+    found = resolve_device(device)
+    if compute is None or compute == "bf16":
+        return found.matmul
+    if compute != "int8":
+        raise DtypeError(f'compute is {compute!r}: pass None or "bf16" (the default), or "int8"')
+    int8: Callable[[FloatArray, PackedLinear, FloatArray], None] | None = getattr(found, "matmul_int8", None)
+    if int8 is None:
+        raise DeviceError(
+            f'compute is "int8", which device {found.name!r} does not have: pass device="cpu", or "auto", which takes '
+            "the CPU for it, or no compute"
+        )
+    return int8
+
+
+def _matmul(
+    x: Any, layer: PackedLinear, device: str | None, out: Any, out_dtype: Any, compute: str | None, rows_axis: bool
+) -> Any:
     view = view_rows(x, "x")
     assert view is not None
     shape = view.shape
@@ -70,7 +88,10 @@ def _matmul(x: Any, layer: PackedLinear, device: str | None, out: Any, out_dtype
         if target.shape[-1] and _overlap(view, target):
             view = view_rows(x.clone() if hasattr(x, "clone") else x.copy(), "x")
             assert view is not None
-    resolve_device(device).matmul(view, layer, target)
+    if compute is None:
+        resolve_device(device).matmul(view, layer, target)
+    else:
+        _matmul_of(device, compute)(view, layer, target)
     if direct is None:
         result[...] = target.owner
     return result
@@ -94,7 +115,15 @@ def _address_of(array: Any) -> int:
     return int(array.data_ptr()) if hasattr(array, "data_ptr") else int(array.ctypes.data)
 
 
-def gemm(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = None, out_dtype: Any = None) -> Any:
+def gemm(
+    x: Any,
+    layer: PackedLinear,
+    *,
+    device: str | None = None,
+    out: Any = None,
+    out_dtype: Any = None,
+    compute: str | None = None,
+) -> Any:
     """``y = x W + bias`` for a matrix of activations.
 
     Activations are rounded to bfloat16, products are summed in float32 over all of K, and the result is rounded once;
@@ -108,6 +137,10 @@ def gemm(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = N
         device: "cpu", "auto" or another of `tilefuse.runtime.device_names()`; None for `tilefuse.default_device()`.
         out: [M, N], written and returned.
         out_dtype: Type of the result; None for that of ``x``.
+        compute: "int8" quantises activations to signed 8 bits, a scale for each row and group of input channels, and
+            multiplies in integers: faster for two rows and more, and off by some 0.65 % of the results' usual magnitude
+            (docs/numerics.md). A NaN or Inf in a row makes its results NaN. Devices "cpu", "auto"
+            (which takes the CPU) and "reference". None or "bf16": as above.
 
     Returns:
         [M, N], of the library of ``x``.
@@ -115,42 +148,64 @@ def gemm(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = N
     Raises:
         ShapeError, DtypeError, DeviceError: An argument doesn't fit; the message says which and how.
     """
-    quick = None if out_dtype is not None else _quick(x, layer, device, out, 2)
-    return quick if quick is not None else _matmul(x, _layer_of(layer), device, out, out_dtype, rows_axis=True)
+    quick = None if out_dtype is not None or compute is not None else _quick(x, layer, device, out, 2)
+    return quick if quick is not None else _matmul(x, _layer_of(layer), device, out, out_dtype, compute, rows_axis=True)
 
 
-def gemv(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = None, out_dtype: Any = None) -> Any:
+def gemv(
+    x: Any,
+    layer: PackedLinear,
+    *,
+    device: str | None = None,
+    out: Any = None,
+    out_dtype: Any = None,
+    compute: str | None = None,
+) -> Any:
     """``y = x W + bias`` for one vector of activations: [K] -> [N]. Arguments as in `gemm`."""
-    quick = None if out_dtype is not None else _quick(x, layer, device, out, 1)
-    return quick if quick is not None else _matmul(x, _layer_of(layer), device, out, out_dtype, rows_axis=False)
+    quick = None if out_dtype is not None or compute is not None else _quick(x, layer, device, out, 1)
+    return (
+        quick if quick is not None else _matmul(x, _layer_of(layer), device, out, out_dtype, compute, rows_axis=False)
+    )
 
 
-def linear(x: Any, layer: PackedLinear, *, device: str | None = None, out: Any = None, out_dtype: Any = None) -> Any:
+def linear(
+    x: Any,
+    layer: PackedLinear,
+    *,
+    device: str | None = None,
+    out: Any = None,
+    out_dtype: Any = None,
+    compute: str | None = None,
+) -> Any:
     """``y = x W + bias`` over the last axis: [..., K] -> [..., N]. Arguments as in `gemm`."""
-    quick = None if out_dtype is not None else _quick(x, layer, device, out, 0)
+    quick = None if out_dtype is not None or compute is not None else _quick(x, layer, device, out, 0)
     if quick is not None:
         return quick
     layer = _layer_of(layer)
     shape = tuple(getattr(x, "shape", ()))
     if len(shape) <= 2:
-        return _matmul(x, layer, device, out, out_dtype, rows_axis=len(shape) == 2)
+        return _matmul(x, layer, device, out, out_dtype, compute, rows_axis=len(shape) == 2)
     if shape[-1] != layer.k:
         raise ShapeError(f"x has shape {list(shape)}: the last axis must be K = {layer.k} (layer {layer.name!r})")
     rows = math.prod(shape[:-1])
     y_shape = (*shape[:-1], layer.n)
     x = x.reshape(rows, layer.k)
     if out is None:
-        return _matmul(x, layer, device, None, out_dtype, rows_axis=True).reshape(y_shape)
+        return _matmul(x, layer, device, None, out_dtype, compute, rows_axis=True).reshape(y_shape)
     _check_out(out, y_shape)
     flat = out.reshape(rows, layer.n)  # a view, or a copy where no view has this shape
-    _matmul(x, layer, device, flat, out_dtype, rows_axis=True)
+    _matmul(x, layer, device, flat, out_dtype, compute, rows_axis=True)
     if _address_of(flat) != _address_of(out):
         out[...] = flat.reshape(y_shape)
     return out
 
 
 def linear_many(
-    calls: Iterable[tuple[Any, PackedLinear]], *, device: str | None = None, out_dtype: Any = None
+    calls: Iterable[tuple[Any, PackedLinear]],
+    *,
+    device: str | None = None,
+    out_dtype: Any = None,
+    compute: str | None = None,
 ) -> list[Any]:
     """Several products that don't need each other's results, such as those with a block's q, k and v weights.
 
@@ -160,6 +215,7 @@ def linear_many(
         calls: (x, layer) of each, x [..., K] as in `gemm`.
         device: As in `gemm`.
         out_dtype: Type of all results; None for that of each x.
+        compute: As in `gemm`.
 
     Returns:
         [..., N] of each.
@@ -190,11 +246,11 @@ def linear_many(
         assert target is not None
         prepared.append((view, layer, target))
         results.append(result.reshape((*shape[:-1], layer.n)))
-    found = resolve_device(device)
-    together = getattr(found, "matmul_many", None)
+    matmul = _matmul_of(device, compute)
+    together = getattr(resolve_device(device), "matmul_many", None)
     if together is not None:
         together(prepared)
     else:
         for view, layer, target in prepared:
-            found.matmul(view, layer, target)
+            matmul(view, layer, target)
     return results

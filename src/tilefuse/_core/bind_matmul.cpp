@@ -21,6 +21,7 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+template <void (*kMatmul)(const MatmulArgs&)>
 void run_matmul(const TileLayout& layout, uintptr_t weights, uintptr_t x, int x_dtype, int64_t x_stride, int64_t m,
                 uintptr_t perm, uintptr_t bias, uintptr_t y, int y_dtype, int64_t y_stride) {
   const MatmulArgs args = {.layout = layout,
@@ -35,7 +36,7 @@ void run_matmul(const TileLayout& layout, uintptr_t weights, uintptr_t x, int x_
                            .y_dtype = static_cast<Dtype>(y_dtype),
                            .y_stride = y_stride};
   const py::gil_scoped_release release;
-  matmul(args);
+  kMatmul(args);
 }
 
 std::vector<std::string> level_names() {
@@ -54,7 +55,8 @@ void set_level_by_name(const std::string& name) {
 }  // namespace
 
 void bind_matmul(py::module_& m) {
-  m.def("matmul", &run_matmul);
+  m.def("matmul", &run_matmul<matmul>);
+  m.def("matmul_int8", &run_matmul<matmul_int8>);
   m.def("cpu_levels", &level_names);
   m.def("cpu_level", [] { return std::string(name_of(current_level())); });
   m.def("set_cpu_level", &set_level_by_name);

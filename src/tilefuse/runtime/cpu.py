@@ -74,6 +74,14 @@ class CpuDevice:
             layout, data, x.address, int(x.kind), x.row_stride, rows, perm, bias, y.address, int(y.kind), y.row_stride
         )
 
+    def matmul_int8(self, x: FloatArray, layer: PackedLinear, y: FloatArray) -> None:
+        """As `matmul`, with activations quantised to 8 bits (docs/numerics.md)."""
+        layout, data, perm, bias = _native_of(layer)
+        rows = x.shape[0] if len(x.shape) == 2 else 1
+        _core.matmul_int8(
+            layout, data, x.address, int(x.kind), x.row_stride, rows, perm, bias, y.address, int(y.kind), y.row_stride
+        )
+
 
 def cpu_levels() -> list[str]:
     """Instruction-set levels that this CPU can run, best last.

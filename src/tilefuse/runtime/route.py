@@ -188,6 +188,10 @@ class AutoDevice:
         else:
             router.open = decision.family
 
+    def matmul_int8(self, x: FloatArray, layer: PackedLinear, y: FloatArray) -> None:
+        """On the CPU: the array has no such product."""
+        cpu_settings.CpuDevice().matmul_int8(x, layer, y)
+
     def _look(self) -> None:
         with self._lock:
             if self._opened:
