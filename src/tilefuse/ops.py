@@ -225,7 +225,7 @@ def linear_many(
     """
     calls = list(calls)
     prepared, results = [], []
-    if out_dtype is None and is_direct_cpu(device):
+    if out_dtype is None and compute is None and is_direct_cpu(device):
         for x, given in calls:
             results.append(_quick(x, given, device, None, 0))
             if results[-1] is None:
@@ -247,7 +247,7 @@ def linear_many(
         prepared.append((view, layer, target))
         results.append(result.reshape((*shape[:-1], layer.n)))
     matmul = _matmul_of(device, compute)
-    together = getattr(resolve_device(device), "matmul_many", None)
+    together = None if compute == "int8" else getattr(resolve_device(device), "matmul_many", None)
     if together is not None:
         together(prepared)
     else:
