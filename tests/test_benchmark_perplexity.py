@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import tiny_models
@@ -34,18 +35,59 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return perplexity
 
 
-def test_figures(page: ModuleType, tmp_path: Path) -> None:
-    import torch
+def test_parts_of_a_run_are_put_together(
+    page: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = (
+        page.Variant("float32", dtype="float32"),
+        page.Variant("bf16"),
+        page.Variant("W8, dequantised", "w8"),
+        page.Variant("W8A16", "w8", layers="tilefuse"),
+    )
+    monkeypatch.setattr(page, "VARIANTS", variants)
+    monkeypatch.setattr(page, "evaluation_text", lambda: TEXT)
+    monkeypatch.setattr(page, "facts", lambda ids: {"tokens": "7", "machine": "this", "versions": "these"})
+    assert page.main(["--print", "--seconds", "0"]) == 3
+    assert "1 of 4" in capsys.readouterr().err
+    measure = page.measure
 
+    def measure_some(variant: Any, ids: Any, reference: Any) -> Any:
+        if variant.name == "W8A16":
+            raise KeyboardInterrupt
+        return measure(variant, ids, reference)
+
+    monkeypatch.setattr(page, "measure", measure_some)
+    with pytest.raises(KeyboardInterrupt):
+        page.main(["--print", "--resume"])
+    again: list[str] = []
+
+    def measure_rest(variant: Any, ids: Any, reference: Any) -> Any:
+        again.append(variant.name)
+        return measure(variant, ids, reference)
+
+    monkeypatch.setattr(page, "measure", measure_rest)
+    assert page.main(["--print", "--resume"]) == 0
+    assert again == ["float32", "W8A16"]  # the first is what the others are compared with
+    text = capsys.readouterr().out
+    assert page.main(["--print", "--resume"]) == 0
+    assert capsys.readouterr().out == text
+    assert len(again) == 2
+    assert "1 of 1 are within 0.5%" in " ".join(text.split())
+    # Other versions: nothing of it counts.
+    monkeypatch.setattr(page, "facts", lambda ids: {"tokens": "7", "machine": "this", "versions": "others"})
+    assert page.main(["--print", "--resume", "--seconds", "0"]) == 3
+
+
+def test_figures(page: ModuleType, tmp_path: Path) -> None:
     ids = page.rows(tmp_path / "source", TEXT)
-    exact, reference = page.measure(page.Variant("float32", "", torch.float32), ids, None)
+    exact, reference = page.measure(page.Variant("float32", dtype="float32"), ids, None)
     assert exact.kl == 0
     assert exact.agreement == 1
     # The blocks are given what they were given before, and nothing is rounded otherwise.
     assert max(exact.blocks) < 1e-5
     assert len(exact.blocks) == 2
 
-    ours, _ = page.measure(page.Variant("W8", "w8", torch.float32), ids, reference)
+    ours, _ = page.measure(page.Variant("W8", "w8", "float32", "tilefuse"), ids, reference)
     again = tmp_path / "again"
     quantize_checkpoint(tmp_path / "source", again, Options(bits=8, group=32, method="rtn"))
     before, after = (measured(folder, TEXT) for folder in (tmp_path / "source", again))
