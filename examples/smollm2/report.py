@@ -1,4 +1,4 @@
-"""The tables that `run_smollm2.py` prints."""
+"""The tables that `check_smollm2.py` prints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The main job of tilefuse on a small real model: quantise, pack, check every layer, generate text.
 
-    python examples/run_smollm2.py ["a question"]
+    python examples/check_smollm2.py ["a question"]
 
 Everything that multiplies by a weight matrix is tilefuse; norms, attention and activations are NumPy.
 """
