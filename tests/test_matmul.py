@@ -64,7 +64,7 @@ def test_every_m_around_the_blocking_edges(rng: np.random.Generator, cpu_level: 
     for m in range(1, 71):
         assert_gemm_close(tf.gemm(x[:m], known.layer), x[:m], known.weights)
     x = activations(rng, 200, 352)
-    for fewer, more in ((5, 20), (17, 32), (150, 200)):
+    for fewer, more in ((5, 8), (9, 12), (17, 32), (150, 200)):
         np.testing.assert_array_equal(tf.gemm(x[:fewer], known.layer), tf.gemm(x[:more], known.layer)[:fewer])
 
 

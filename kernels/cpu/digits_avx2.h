@@ -102,11 +102,11 @@ struct WideDigits {
   static bool has_low(__m256i value) { return _mm256_testz_si256(value, _mm256_set1_epi32((1 << kLowBits) - 1)) == 0; }
 };
 
-// Where the digits of a product's rows lie in one piece of memory.
+// Where what is written of a row lies.
 struct DigitMemory {
   int64_t k = 0;
   int64_t groups = 0;
-  int64_t rests = 0;     // DigitRest [rest_capacity(k)] at offset 0 of a row
+  int64_t rests = 0;     // DigitRest [rests] at offset 0
   int64_t group_at = 0;  // DigitGroup [groups]
   int64_t high_at = 0;
   int64_t low_at = 0;
@@ -206,19 +206,14 @@ bool write_digit_row(const MatmulArgs& args, int64_t row, const DigitMemory& at,
   return true;
 }
 
-int64_t digit_bytes_avx2(const MatmulArgs& args) {
-  const DigitMemory at(args.layout);
-  return args.m * at.row_bytes + at.k * 4;
-}
+inline int64_t digit_row_bytes(const TileLayout& layout) { return DigitMemory(layout).row_bytes; }
 
-bool write_digits_avx2(const MatmulArgs& args, std::byte* memory) {
+inline int64_t digit_scratch_bytes(const TileLayout& layout) { return DigitMemory(layout).k * 4; }
+
+inline bool write_digits_avx2(const MatmulArgs& args, int64_t row, std::byte* digits, std::byte* scratch) {
   const DigitMemory at(args.layout);
   const auto write = args.layout.bits == 4 ? write_digit_row<ByteDigits> : write_digit_row<WideDigits>;
-  auto* scratch = reinterpret_cast<float*>(memory + args.m * at.row_bytes);
-  for (int64_t r = 0; r < args.m; ++r) {
-    if (!write(args, r, at, memory + r * at.row_bytes, scratch)) return false;
-  }
-  return true;
+  return write(args, row, at, digits, reinterpret_cast<float*>(scratch));
 }
 
 }  // namespace

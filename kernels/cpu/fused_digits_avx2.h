@@ -16,7 +16,9 @@
 namespace tilefuse {
 namespace {
 
-// As in fused_digits.h: hardware prefetchers stop at each 4 KiB page, and a tile is about that.
+// Hardware prefetchers stop at each 4 KiB page, a tile is about that: kernels prefetch the tile this far ahead. They
+// read a tile by columns, but prefetch it from end to end: only that lets the hardware run ahead as well, and
+// prefetches alone, of which a core has some 24 in flight, get a third of the memory's speed.
 inline constexpr int64_t kTilesAhead256 = 1;
 
 inline void prefetch_line(const std::byte* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
@@ -102,22 +104,21 @@ inline __m256i broadcast_16(const int8_t* p) {
 struct Nibbles {
   __m256i low;
   __m256i high;
-
-  explicit Nibbles(const std::byte* codes) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    const __m256i w = _mm256_load_si256(reinterpret_cast<const __m256i*>(codes));
-    low = _mm256_and_si256(w, mask);
-    high = _mm256_and_si256(_mm256_srli_epi16(w, 4), mask);
-  }
-
-  // sum += codes times the digits of one block, in the order low, high.
-  void add_to(__m256i& sum, __m256i d_low, __m256i d_high) const {
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(low, d_low));
-    in_order(sum);
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(high, d_high));
-    in_order(sum);
-  }
 };
+
+inline Nibbles load_w4(const std::byte* codes) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  const __m256i w = _mm256_load_si256(reinterpret_cast<const __m256i*>(codes));
+  return {_mm256_and_si256(w, mask), _mm256_and_si256(_mm256_srli_epi16(w, 4), mask)};
+}
+
+// sum += codes times the digits of one block, in the order low, high.
+inline void add_w4(__m256i& sum, const Nibbles& q, __m256i d_low, __m256i d_high) {
+  sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(q.low, d_low));
+  in_order(sum);
+  sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(q.high, d_high));
+  in_order(sum);
+}
 
 constexpr int kBlocksIn16Bits = 4;
 
@@ -134,7 +135,7 @@ inline void low_dots_w4(const std::byte* codes, const int8_t* digits, const Digi
       const int block = x.low_blocks[i];
       const __m256i d_low = broadcast_4(digits + block * ByteDigits::kLowBytes);
       const __m256i d_high = broadcast_4(digits + block * ByteDigits::kLowBytes + 4);
-      for (int v = 0; v < kVectors; ++v) Nibbles(codes + block * (kNt * 4) + v * 32).add_to(sums[v], d_low, d_high);
+      for (int v = 0; v < kVectors; ++v) add_w4(sums[v], load_w4(codes + block * (kNt * 4) + v * 32), d_low, d_high);
     }
     for (int v = 0; v < kVectors; ++v) {
       const __m256i wide = _mm256_madd_epi16(sums[v], _mm256_set1_epi16(1));
@@ -169,12 +170,14 @@ struct GroupOperands {
 
 static_assert(ByteDigits::kHighBytes == WideDigits::kHighBytes);
 
-template <int kRowsHere, int kVectors>
+template <int kRowsHere>
 inline void group_w4(const GroupOperands<kRowsHere>& op, float* acc) {
   constexpr int kHigh = 2;
+  constexpr int kVectors = 2;  // one cache line of a block
   const int blocks = op.layout.tile_group / kBlock;
   alignas(32) int32_t low[kRowsHere][kNt];
   for (int r = 0; r < kRowsHere; ++r) low_dots_w4(op.codes, op.low[r], *op.x[r], low[r]);
+  const std::byte* ahead = op.codes + kTilesAhead256 * op.layout.tile_bytes;
   for (int n = 0; n < kNt; n += 8 * kVectors) {
     const std::byte* codes = op.codes + n * 4;
     __m256i dots[kRowsHere][kVectors][3];
@@ -192,14 +195,16 @@ inline void group_w4(const GroupOperands<kRowsHere>& op, float* acc) {
       }
 #pragma GCC unroll 4
       for (int b = kb; b < kb + kBlocksIn16Bits; ++b, codes += kNt * 4) {
-        if (kVectors % 2 == 0 || n % 16 == 0) prefetch_line(codes + kTilesAhead256 * op.layout.tile_bytes);
-        for (int v = 0; v < kVectors; ++v) {
-          const Nibbles q(codes + v * 32);
-          for (int r = 0; r < kRowsHere; ++r) {
-            for (int i = 0; i < kHigh; ++i) {
-              const int8_t* d = op.high[r] + b * ByteDigits::kHighBytes + i * kBlock;
-              q.add_to(sums[r][v][i], broadcast_4(d), broadcast_4(d + 4));
-            }
+        prefetch_line(ahead);
+        ahead += 64;
+        Nibbles q[kVectors];
+        for (int v = 0; v < kVectors; ++v) q[v] = load_w4(codes + v * 32);
+        for (int r = 0; r < kRowsHere; ++r) {
+          for (int i = 0; i < kHigh; ++i) {
+            const int8_t* d = op.high[r] + b * ByteDigits::kHighBytes + i * kBlock;
+            const __m256i d_low = broadcast_4(d);
+            const __m256i d_high = broadcast_4(d + 4);
+            for (int v = 0; v < kVectors; ++v) add_w4(sums[r][v][i], q[v], d_low, d_high);
           }
         }
       }
@@ -252,6 +257,7 @@ inline __m256i low_dots_w8(const std::byte* codes, const int8_t* digits, const D
 template <int kRowsHere>
 inline void group_w8(const GroupOperands<kRowsHere>& op, float* acc) {
   const int blocks = op.layout.tile_group / kBlock;
+  const std::byte* ahead = op.codes + kTilesAhead256 * op.layout.tile_bytes;
   for (int n = 0; n < kNt; n += 8) {
     const std::byte* codes = op.codes + n * 8;
     __m256i sums[kRowsHere][4];
@@ -260,7 +266,8 @@ inline void group_w8(const GroupOperands<kRowsHere>& op, float* acc) {
     }
     for (int b = 0; b < blocks; ++b) {
       const std::byte* at = codes + b * (kNt * 8);
-      prefetch_line(at + kTilesAhead256 * op.layout.tile_bytes);
+      prefetch_line(ahead);
+      ahead += 64;
       __m256i d[kRowsHere];
       for (int r = 0; r < kRowsHere; ++r) d[r] = broadcast_16(op.high[r] + b * WideDigits::kHighBytes);
       for (int v = 0; v < 4; ++v) {
@@ -303,22 +310,20 @@ inline void add_rest_256(const TileLayout& layout, const std::byte* tile, int k,
   }
 }
 
-// What follows the codes, scales and zero points, of one group of a tile ahead.
-inline void prefetch_affine(const TileLayout& layout, const std::byte* tile, int group) {
+// What follows the codes of a tile ahead.
+inline void prefetch_affine(const TileLayout& layout, const std::byte* tile) {
   const std::byte* ahead = tile + kTilesAhead256 * layout.tile_bytes;
-  const int64_t zero_bytes = layout.zero == ZeroKind::z8 ? kNt : 2 * kNt;
-  for (int64_t i = 0; i < 2 * kNt; i += 64) prefetch_line(ahead + layout.scale_offset + group * (2 * kNt) + i);
-  for (int64_t i = 0; i < zero_bytes; i += 64) prefetch_line(ahead + layout.zero_offset + group * zero_bytes + i);
+  for (int64_t i = layout.scale_offset; i < layout.tile_bytes; i += 64) prefetch_line(ahead + i);
 }
 
 // Rows [first, rows) of one group, kRowsHere at a time.
-template <int kRowsHere, int kVectors>
+template <int kRowsHere>
 inline int rows_of_group(const TileRun& run, int64_t kt, int group, const DigitRow* x, int first, int rows,
                          float* acc) {
   for (; first + kRowsHere <= rows; first += kRowsHere) {
     const GroupOperands<kRowsHere> op(run, kt, group, x + first);
     if (run.layout->bits == 4) {
-      group_w4<kRowsHere, kVectors>(op, acc + first * kNt);
+      group_w4<kRowsHere>(op, acc + first * kNt);
     } else {
       group_w8<kRowsHere>(op, acc + first * kNt);
     }
@@ -326,7 +331,14 @@ inline int rows_of_group(const TileRun& run, int64_t kt, int group, const DigitR
   return first;
 }
 
-constexpr int kMaxFewRows = 8;
+constexpr int kMaxFewRows = 32;
+
+// Panels in float don't scale each group's sums, so small groups make them the faster way from fewer rows on.
+inline int max_few_rows(const TileLayout& layout) {
+  if (layout.tile_group >= 64) return layout.bits == 4 || layout.tile_group == 128 ? kMaxFewRows : 16;
+  if (layout.bits == 8) return 8;
+  return layout.zero == ZeroKind::z8 ? 16 : 12;
+}
 
 void fused_digits_avx2(const TileRun& run, const std::byte* digits, int rows, float* acc) {
   const TileLayout& layout = *run.layout;
@@ -337,10 +349,10 @@ void fused_digits_avx2(const TileRun& run, const std::byte* digits, int rows, fl
   for (int64_t kt = 0; kt < layout.k_tiles_used(); ++kt) {
     const std::byte* tile = run.tiles + kt * layout.tile_bytes;
     for (int g = 0; g < layout.groups_per_tile(); ++g) {
-      prefetch_affine(layout, tile, g);
-      const int done = rows_of_group<2, 1>(run, kt, g, x, 0, rows, acc);
-      rows_of_group<1, 2>(run, kt, g, x, done, rows, acc);
+      const int done = rows_of_group<2>(run, kt, g, x, 0, rows, acc);
+      rows_of_group<1>(run, kt, g, x, done, rows, acc);
     }
+    prefetch_affine(layout, tile);
     for (int r = 0; r < rows; ++r) {
       for (; x[r].rests->k < (kt + 1) * kKt; ++x[r].rests) {
         add_rest_256(layout, tile, static_cast<int>(x[r].rests->k - kt * kKt), x[r].rests->value, acc + r * kNt);
@@ -350,7 +362,9 @@ void fused_digits_avx2(const TileRun& run, const std::byte* digits, int rows, fl
 }
 
 constexpr FewRowsKernels kFewRowsAvx2 = {
-    .bytes = digit_bytes_avx2,
+    .max_rows = max_few_rows,
+    .row_bytes = digit_row_bytes,
+    .scratch_bytes = digit_scratch_bytes,
     .write = write_digits_avx2,
     .fused = fused_digits_avx2,
 };

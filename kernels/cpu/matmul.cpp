@@ -56,8 +56,15 @@ bool matmul_digits(const MatmulArgs& args, const MatmulKernels& kernels) {
 }
 
 bool matmul_few(const MatmulArgs& args, const FewRowsKernels& kernels) {
-  std::byte* digits = t_activations.at_least(kernels.bytes(args));
-  if (!kernels.write(args, digits)) return false;
+  const int64_t row_bytes = kernels.row_bytes(args.layout);
+  std::byte* digits = t_activations.at_least(args.m * row_bytes);
+  std::atomic<bool> held{true};
+  // Writing one or two rows takes as long as waking a thread.
+  parallel_unless_small(args.m, args.m < 4 ? 0 : weight_bytes(args), [&](int64_t r) {
+    std::byte* scratch = t_tile.at_least(kernels.scratch_bytes(args.layout));
+    if (!kernels.write(args, r, digits + r * row_bytes, scratch)) held.store(false, std::memory_order_relaxed);
+  });
+  if (!held.load(std::memory_order_relaxed)) return false;
   fused_over_tiles(args,
                    [&](const TileRun& run, float* acc) { kernels.fused(run, digits, static_cast<int>(args.m), acc); });
   return true;
@@ -219,8 +226,8 @@ void matmul(const MatmulArgs& args) {
   if (args.m == 0) return;
   const MatmulKernels& kernels = matmul_kernels(current_level());
   const bool w4 = args.layout.bits == 4;
+  if (kernels.few != nullptr && args.m <= kernels.few->max_rows(args.layout) && matmul_few(args, *kernels.few)) return;
   if (args.m <= (w4 ? kernels.fused_rows_w4 : kernels.fused_rows_w8)) {
-    if (kernels.few != nullptr && matmul_few(args, *kernels.few)) return;
     if (kernels.fused_digits != nullptr && matmul_digits(args, kernels)) return;
     if (kernels.fused_w4_f32 != nullptr && w4) return matmul_fused_f32(args, kernels);
   }

@@ -88,11 +88,14 @@ struct PassKernels {
 
 // Few rows as digits in a format of the level's own.
 struct FewRowsKernels {
-  // Bytes that `write` fills for args.m rows.
-  int64_t (*bytes)(const MatmulArgs& args);
-  // False if a row can't be held (as write_digits, activations.h).
-  bool (*write)(const MatmulArgs& args, std::byte* digits);
-  // acc[rows][64] is overwritten.
+  // Up to this many rows they are the faster way.
+  int (*max_rows)(const TileLayout&);
+  // Bytes of one row's digits, and of the scratch that writing them takes.
+  int64_t (*row_bytes)(const TileLayout&);
+  int64_t (*scratch_bytes)(const TileLayout&);
+  // False if the row can't be held (as write_digits, activations.h).
+  bool (*write)(const MatmulArgs& args, int64_t row, std::byte* digits, std::byte* scratch);
+  // `digits`: those of `rows` rows, one after the other. acc[rows][64] is overwritten.
   void (*fused)(const TileRun&, const std::byte* digits, int rows, float* acc);
 };
 
