@@ -267,18 +267,18 @@ class GgmlAdapter(Adapter):
 
 def find_libraries(variant: str) -> tuple[list[Path], dict[str, str]]:
     """The libraries of a variant, in the order to load them, and whose they are; ImportError where they are missing."""
-    own = Path(sys.prefix) / "ggml" / "lib"
-    package = {"llama-avx2": "libggml", "ik-avx2": "ik_llama_cpp"}.get(variant)
-    if package is None:
-        folder = own
-        version = {variant + " ggml": "compiled for this CPU"}
-    else:
-        spec = importlib.util.find_spec(package)
+    if variant == "ik-avx2":
+        spec = importlib.util.find_spec("ik_llama_cpp")
         if spec is None or not spec.submodule_search_locations:
-            raise ImportError(f"no package {package}")
-        folder = Path(spec.submodule_search_locations[0]) / ("lib64" if package == "libggml" else "lib")
-        distribution = "libggml-python" if package == "libggml" else "ik-llama-cpp-python"
-        version = {distribution: importlib.metadata.version(distribution)}
+            raise ImportError("no package ik_llama_cpp")
+        folder = Path(spec.submodule_search_locations[0]) / "lib"
+        version = {"ik-llama-cpp-python": importlib.metadata.version("ik-llama-cpp-python")}
+    else:
+        folder = Path(sys.prefix) / "ggml" / "lib"
+        if not (folder / "version").exists():
+            raise ImportError(f"no ggml in {folder}")
+        name, _, number = (folder / "version").read_text().strip().partition("==")
+        version = {name: number}
     names = ["libggml.so"] if variant.startswith("ik") else ["libggml-base.so", "libggml-cpu.so", "libggml.so"]
     paths = [folder / name for name in names]
     if not all(path.exists() for path in paths):

@@ -21,24 +21,32 @@ class Environment:
         source: Source distribution that contains a ggml, or "".
         root: Of that ggml's own project, inside it.
         options: CMake's, besides the common ones.
+        kernel: Source distribution that `compile_gptqmodel` compiles the kernel of, or "".
     """
 
     requirements: Sequence[Sequence[str]]
     source: str = ""
     root: str = ""
     options: Sequence[str] = ()
+    kernel: str = ""
 
+
+LLAMA = "llama-cpp-python==0.3.36"
+LLAMA_OPTIONS = [f"-DLLAMA_BUILD_{part}=OFF" for part in ("APP", "COMMON", "EXAMPLES", "SERVER", "TESTS", "TOOLS")]
 
 # Together where they get along: zentorch takes the one torch that it was built for.
 ENVIRONMENTS: Mapping[str, Environment] = {
-    "torch": Environment([["numpy", "torch==2.13.0"], ["zentorch==2.13.0.2"], ["bitsandbytes>=0.50"]]),
+    "torch": Environment(
+        [["numpy", "torch==2.13.0"], ["zentorch==2.13.0.2"], ["bitsandbytes>=0.50"], ["ninja", "setuptools"]],
+        kernel="gptqmodel==7.7.0",
+    ),
     "onnxruntime": Environment([["numpy", "onnx", "onnxruntime>=1.20"]]),
     "openvino": Environment([["numpy", "openvino>=2025.0"]]),
     "llama": Environment(
         [["numpy"]],
-        "llama-cpp-python==0.3.36",
+        LLAMA,
         "vendor/llama.cpp",
-        [f"-DLLAMA_BUILD_{part}=OFF" for part in ("APP", "COMMON", "EXAMPLES", "SERVER", "TESTS", "TOOLS")],
+        LLAMA_OPTIONS,
     ),
     "ik_llama": Environment(
         [["numpy"]],
@@ -49,8 +57,10 @@ ENVIRONMENTS: Mapping[str, Environment] = {
             "-DGGML_IQK_FA_ALL_QUANTS=OFF",  # attention is not compared, and takes long to compile
         ],
     ),
-    # Their wheels are built for AVX2.
-    "avx2": Environment([["numpy", "libggml-python==0.20.2.post1", "ik-llama-cpp-python==0.1.5"]]),
+    # The wheel is built for AVX2, and so is a ggml that isn't built for the machine at hand.
+    "avx2": Environment(
+        [["numpy", "ik-llama-cpp-python==0.1.5"]], LLAMA, "vendor/llama.cpp", [*LLAMA_OPTIONS, "-DGGML_NATIVE=OFF"]
+    ),
 }
 
 CMAKE = (
@@ -96,20 +106,28 @@ def make_environment(home: Path, environment: Environment, run: Runner) -> None:
     pip = [str(home / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
     for requirements in environment.requirements:
         run([*pip, "install", *requirements])
-    if not environment.source:
+    if not environment.source and not environment.kernel:
         return
-    run([*pip, "install", "scikit-build-core"])  # to read the metadata of source distributions
-    with tempfile.TemporaryDirectory(prefix="tilefuse-ggml-") as name:
+    run([*pip, "install", "scikit-build-core", "setuptools"])  # to read the metadata of source distributions
+    with tempfile.TemporaryDirectory(prefix="tilefuse-peers-") as name:
         work = Path(name)
-        download = ["download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "--dest", str(work)]
-        run([*pip, *download, environment.source])
+        for requirement in filter(None, (environment.source, environment.kernel)):
+            download = ["download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "--dest", str(work)]
+            run([*pip, *download, requirement])
         for archive in work.glob("*.tar.gz"):
             with tarfile.open(archive) as tar:
                 tar.extractall(work, filter="data")
-        source = next(iter(work.glob(f"*/{environment.root}")), work / environment.root)
-        run(["cmake", "-S", str(source), "-B", str(work / "build"), *CMAKE, *environment.options])
-        run(["cmake", "--build", str(work / "build"), "--target", "ggml", "--parallel", str(os.cpu_count() or 1)])
-        keep_libraries(work / "build", home / "ggml" / "lib")
+        if environment.source:
+            source = next(iter(work.glob(f"*/{environment.root}")), work / environment.root)
+            run(["cmake", "-S", str(source), "-B", str(work / "build"), *CMAKE, *environment.options])
+            run(["cmake", "--build", str(work / "build"), "--target", "ggml", "--parallel", str(os.cpu_count() or 1)])
+            keep_libraries(work / "build", home / "ggml" / "lib")
+            (home / "ggml" / "lib" / "version").write_text(environment.source + "\n")
+        if environment.kernel:
+            unpacked = work / environment.kernel.replace("==", "-")
+            script = Path(__file__).with_name("compile_gptqmodel.py")
+            path = os.pathsep.join([str(home / "bin"), os.environ.get("PATH", "")])  # where ninja is
+            run(["env", f"PATH={path}", pip[0], str(script), str(unpacked), str(home / "gptqmodel")])
 
 
 def keep_libraries(build: Path, into: Path) -> None:

@@ -34,6 +34,7 @@ ENTRIES = (
     Entry("torch", "torch_aten", "torch"),
     Entry("zentorch", "zentorch_ops", "torch"),
     Entry("bitsandbytes", "bitsandbytes_nf4", "torch"),
+    Entry("gptqmodel", "gptqmodel_int4", "torch"),
     Entry("onnxruntime", "onnxruntime_nbits", "onnxruntime"),
     Entry("openvino", "openvino_matmul", "openvino"),
     Entry("llama.cpp", "ggml_graph:llama", "llama"),
