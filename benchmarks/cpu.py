@@ -15,8 +15,9 @@ CPU from the source distributions of llama-cpp-python and ik-llama-cpp-python: -
 Method. Every library has a process of its own. All have as many threads; huge pages are asked for on behalf of those
 that allocate by malloc (GLIBC_TUNABLES=glibc.malloc.hugetlb=1, and torch's THP_MEM_ALLOC_ENABLE=1). Contenders take
 turns, each in every round, as do probes of the machine's limits: reading from huge pages, and multiply-adds. A turn
-starts with an untimed call and ends when the process's threads sleep. One that is three times slower than the fastest
-of its class in the first round has no more turns. Ratios are medians over rounds of the ratio within a round; other
+starts with an untimed call and ends when the process's threads sleep. A round is taken again if a probe of arithmetic
+in it fell below 0.7 of the best: something else ran. A contender that is three times slower than the fastest of its
+class in the first round has no more turns. Ratios are medians over rounds of the ratio within a round; other
 figures are of medians. Below 64 rows a contender goes through copies of its weights, of distinct contents, that
 together exceed four times the last-level cache; from there on arithmetic bounds the product, and peers alternate two
 copies. Contenders hold the same weights where their formats can; errors are against float64 on each one's own.

@@ -132,11 +132,13 @@ def check(
 def take_turns(
     seats: Sequence[Seat],
     turns: Turns,
-    sample: Callable[[], object],
+    sample: Callable[[], bool],
     failed: Callable[[str], None],
     guard: Guard | None = None,
 ) -> dict[str, list[float]]:
     """Times the contenders in turn, every round starting with another; ``sample`` probes the machine twice a round.
+
+    A round in which ``sample`` returns False doesn't count, unless so many were lost already as there are to be.
 
     Returns:
         For every contender that did not fail its seconds a product, one a round.
@@ -145,24 +147,30 @@ def take_turns(
     times: dict[str, list[float]] = {}
     playing = list(seats)
     start = time.perf_counter()
-    for turn in range(turns.rounds):
-        if turn >= 2 and time.perf_counter() - start > turns.budget:
-            break
+    kept = lost = 0
+    while kept < turns.rounds and (kept < 2 or time.perf_counter() - start <= turns.budget):
         guard.rest()
         guard.hold()
-        first = turn % max(1, len(playing))
+        first = kept % max(1, len(playing))
+        undisturbed = True
+        here: dict[str, float] = {}
         for place, seat in enumerate([*playing[first:], *playing[:first]]):
             if place in (0, len(playing) // 2):
-                sample()
+                undisturbed &= sample()
             try:
-                seconds = seat.peer.number("time", "seconds", name=seat.name, at_least=turns.seconds)
-                times.setdefault(seat.name, []).append(seconds)
+                here[seat.name] = seat.peer.number("time", "seconds", name=seat.name, at_least=turns.seconds)
             except PeerError as error:
                 failed(f"{seat.name}: {error}")
                 times.pop(seat.name, None)
                 playing.remove(seat)
-        if turn == 0:
+        if not undisturbed and lost < turns.rounds:
+            lost += 1
+            continue
+        for name, seconds in here.items():
+            times.setdefault(name, []).append(seconds)
+        if kept == 0:
             playing = [seat for seat in playing if not far_behind(seat.contender, seats, times)]
+        kept += 1
     return times
 
 
@@ -185,7 +193,7 @@ def run_case(
     rows: int,
     weight_bytes: dict[str, int],
     turns: Turns,
-    probe: Callable[[Limits], object],
+    probe: Callable[[Limits], bool],
     guard: Guard,
     failed: Callable[[str], None],
 ) -> CaseResult:

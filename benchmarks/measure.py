@@ -13,8 +13,11 @@ PROBE_BYTES = 1 << 30
 
 PROBE_SECONDS = 0.02
 
-INTEGER = "vnni"
+INTEGER = "int8"
 """In the name of a probe of 8-bit integer arithmetic."""
+
+UNDISTURBED = 0.7
+"""Of the best that a probe of arithmetic found, less than this means that something else ran."""
 
 
 @dataclass
@@ -50,12 +53,18 @@ class Probes:
         self._core = _core
         self._read = _core.ReadProbe(nbytes)
         self._seconds = seconds
+        self._best: dict[str, float] = {}
 
-    def sample(self, limits: Limits) -> None:
-        """Adds one measurement of each limit to ``limits``."""
+    def sample(self, limits: Limits) -> bool:
+        """Adds one measurement of each limit to ``limits``; returns whether the processor was all ours meanwhile."""
         limits.read.append(self._read.run())
-        for kind in self._core.arithmetic_probes():
-            limits.arithmetic.setdefault(kind, []).append(self._core.run_arithmetic_probe(kind, self._seconds))
+        undisturbed = True
+        for kind in [*self._core.arithmetic_probes(), *self._core.integer_probes()]:
+            rate = self._core.run_arithmetic_probe(kind, self._seconds)
+            limits.arithmetic.setdefault(kind, []).append(rate)
+            self._best[kind] = max(rate, self._best.get(kind, 0.0))
+            undisturbed &= rate >= UNDISTURBED * self._best[kind]
+        return undisturbed
 
 
 def last_level_cache_bytes() -> int:

@@ -122,9 +122,10 @@ class Comparison:
     target: Callable[[int], float | None]
 
 
-def _class(bits: int, activations: int | None, level: str = "") -> Callable[[Contender], bool]:
+def _class(bits: int, activations: int | None, level: str = "", library: str = "") -> Callable[[Contender], bool]:
     def belongs(peer: Contender) -> bool:
-        return peer.bits == bits and activations in (None, peer.activations) and peer.level == level and not peer.ours
+        same = peer.bits == bits and activations in (None, peer.activations) and peer.level == level
+        return same and not peer.ours and peer.name.startswith(library)
 
     return belongs
 
@@ -133,46 +134,60 @@ def _from(first: int, ratio: float, last: int = 1 << 30) -> Callable[[int], floa
     return lambda m: ratio if first <= m <= last else None
 
 
+def _none(m: int) -> None:
+    return None
+
+
+SHORT_W4 = Comparison(
+    "W4, against 4-bit peers with 16-bit activations",
+    "tilefuse W4 g128",
+    _class(4, 16),
+    lambda m: 1.8 if m == 1 else 1.4 if m <= 32 else None,
+)
+ANY_W4 = Comparison("W4, against all 4-bit peers", "tilefuse W4 g128", _class(4, None), _from(1, 1.0, 1))
+INT8_W4 = Comparison(
+    'W4 with `compute="int8"`, against 4-bit peers with 8-bit activations',
+    "tilefuse W4 g128 int8",
+    _class(4, 8),
+    _from(4, 1.15),
+)
+INT8_W8 = Comparison(
+    'W8 with `compute="int8"`, against 8-bit peers with 8-bit activations',
+    "tilefuse W8 g128 int8",
+    _class(8, 8),
+    _from(MANY_ROWS, 1.0),
+)
+AVX2_LLAMA = Comparison(
+    "W4 with AVX2 only, against llama.cpp with AVX2 only",
+    "tilefuse W4 g128 avx2",
+    _class(4, None, "avx2", "llama.cpp"),
+    _from(1, 1.0, 1),
+)
+
 COMPARISONS = (
+    SHORT_W4,
+    ANY_W4,
+    INT8_W4,
+    Comparison("W4, against dense bfloat16", "tilefuse W4 g128", _class(16, 16), _none),
+    Comparison("W8, against 8-bit peers with 16-bit activations", "tilefuse W8 g128", _class(8, 16), _none),
+    INT8_W8,
+    AVX2_LLAMA,
     Comparison(
-        "W4, against 4-bit peers with 16-bit activations",
-        "tilefuse W4 g128",
-        _class(4, 16),
-        lambda m: 1.8 if m == 1 else 1.4 if m <= 32 else None,
-    ),
-    Comparison("W4, against all 4-bit peers", "tilefuse W4 g128", _class(4, None), _from(1, 1.0, 1)),
-    Comparison(
-        'W4 with `compute="int8"`, against 4-bit peers with 8-bit activations',
-        "tilefuse W4 g128 int8",
-        _class(4, 8),
-        _from(4, 1.15),
-    ),
-    Comparison("W4, against dense bfloat16", "tilefuse W4 g128", _class(16, 16), _from(1, 0, 0)),
-    Comparison("W8, against 8-bit peers with 16-bit activations", "tilefuse W8 g128", _class(8, 16), _from(1, 0, 0)),
-    Comparison(
-        'W8 with `compute="int8"`, against 8-bit peers with 8-bit activations',
-        "tilefuse W8 g128 int8",
-        _class(8, 8),
-        _from(MANY_ROWS, 1.0),
-    ),
-    Comparison(
-        "W4 with AVX2 only, against llama.cpp's kernels and ik_llama.cpp's with AVX2 only",
+        "W4 with AVX2 only, against ik_llama.cpp with AVX2 only",
         "tilefuse W4 g128 avx2",
-        _class(4, None, "avx2"),
-        _from(1, 1.0, 1),
+        _class(4, None, "avx2", "ik_llama.cpp"),
+        _none,
     ),
 )
 
 
 def limit_target(contender: Contender, m: int) -> float | None:
     """Share of the binding limit that is aimed at, or None where there is none."""
-    if contender.level:
+    if not contender.ours or contender.level or "g128" not in contender.name:
         return None
-    if m == 1:
-        return 0.95 if contender.activations == 16 else None
-    if m >= MANY_ROWS:
-        return 0.95 if contender.activations == 16 else 0.90
-    return None
+    if contender.activations == 16:
+        return 0.95 if m == 1 or m >= MANY_ROWS else None
+    return 0.90 if contender.bits == 4 and m >= MANY_ROWS else None
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -211,23 +226,6 @@ def share(run: Run, case: CaseResult, name: str) -> tuple[float, str]:
     measured = case.measured[name]
     seconds, kind = limit_of(case, run.contenders[name], measured.weight_bytes)
     return seconds / measured.seconds, kind
-
-
-def missed(run: Run) -> list[tuple[CaseResult, str, str, float, float]]:
-    """Targets that were missed: (case, contender, against what, figure, target)."""
-    found = []
-    for case in run.cases:
-        for comparison in COMPARISONS:
-            target, compared = comparison.target(case.m), compare(run, case, comparison)
-            if target and compared and compared[0] < target:
-                found.append((case, comparison.ours, compared[1], compared[0], target))
-        for name in case.measured:
-            target = limit_target(run.contenders[name], case.m) if run.contenders[name].ours else None
-            if target:
-                reached, kind = share(run, case, name)
-                if reached < target:
-                    found.append((case, name, f"the limit ({kind})", reached, target))
-    return found
 
 
 def geomean(values: Iterable[float]) -> float:
