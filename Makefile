@@ -47,6 +47,8 @@ format: $(VENV)/.lint ## Rewrite the sources in the project's style
 
 bench: $(VENV)/.bench ## Measure against other libraries, model kernels and array; writes docs/benchmarks/
 	$(BIN)/python benchmarks/cpu.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/array_model.py
 	$(BIN)/python benchmarks/emulator_speed.py

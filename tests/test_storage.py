@@ -64,6 +64,42 @@ def test_round_trip(saved: Path, copy: bool) -> None:
     assert [p.name for p in saved.parent.iterdir()] == [saved.name]
 
 
+def mapping_flags(address: int) -> list[str]:
+    """What the kernel says of the mapping at ``address``."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+@pytest.mark.parametrize("copy", [False, True])
+def test_huge_pages_are_asked_for(tmp_path: Path, copy: bool) -> None:
+    layout = tf.Layout(2048, 2048, 4, 128)
+    data = np.zeros(layout.nbytes + 64, np.uint8)
+    start = -data.ctypes.data % 64
+    layer = tf.PackedLinear("large", layout, data[start : start + layout.nbytes])
+    tf.save(tmp_path / "x", [layer])
+    (loaded,) = tf.load(tmp_path / "x", copy=copy).values()
+    assert "hg" in mapping_flags(loaded.data.ctypes.data + loaded.nbytes // 2)
+
+
+def test_a_copy_needs_no_file(saved: Path) -> None:
+    loaded = tf.load(saved, copy=True)
+    os.truncate(saved, 0)  # a mapping would fault
+    assert all(same(layer, layers()[name]) for name, layer in loaded.items())
+    ends = [layer.data.ctypes.data for layer in loaded.values()]
+    assert max(ends) - min(ends) < sum(layer.nbytes for layer in loaded.values()), "one piece"
+
+
+def test_a_file_without_layers(tmp_path: Path) -> None:
+    tf.save(tmp_path / "x", [])
+    assert tf.load(tmp_path / "x") == tf.load(tmp_path / "x", copy=True) == {}
+
+
 def test_the_safetensors_library_reads_it(saved: Path) -> None:
     expected = layers()
     with safe_open(saved, "np") as file:

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilefuse._buffers import aligned_empty
 from tilefuse.errors import DtypeError, FormatError, LayoutError, UnsupportedFormatError
 from tilefuse.formats.safetensors_map import MappedFile
 from tilefuse.layout import FORMAT, FORMAT_VERSION, Layout, ZeroKind
@@ -264,7 +263,11 @@ def _digest(described: Mapping[str, str]) -> str:
 class PackedFile(Mapping[str, PackedLinear]):
     """A packed file, mapped read-only and checked: layer name -> `PackedLinear`, made when asked for.
 
-    The file must not change while it, or a layer from it, is in use.
+    The file must not change while it, or a layer from it, is in use. Huge pages are asked for under the mapping.
+
+    Args:
+        path: The file.
+        copy: Read it to memory instead of mapping it, see `load`.
 
     Attributes:
         path: The file.
@@ -277,7 +280,7 @@ class PackedFile(Mapping[str, PackedLinear]):
         LayoutError: A layer's layout is outside the format's limits.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, copy: bool = False) -> None:
         self.path = Path(path)
         self._mapped = MappedFile(self.path)
         found = self._mapped.metadata
@@ -301,6 +304,10 @@ class PackedFile(Mapping[str, PackedLinear]):
         if not all(isinstance(value, str) for value in self.metadata.values()):
             raise FormatError(f"{self.path}: the saved metadata must map strings to strings")
         self._check_tensors()
+        if copy:
+            self._mapped.read_to_memory()
+        else:
+            self._mapped.ask_for_huge_pages()
 
     def _json(self, key: str) -> dict[str, Any]:
         try:
@@ -386,24 +393,16 @@ def save(
 def load(path: str | os.PathLike[str], *, copy: bool = False) -> dict[str, PackedLinear]:
     """The layers of a packed file.
 
+    Decoding streams all weights, and is fastest where they lie in huge pages. A mapping asks for them; whether it gets
+    them is up to the kernel, the file system and how the file came into the page cache (docs/benchmarks/loading.md).
+
     Args:
         path: A file that `save` or ``tilefuse pack`` wrote.
-        copy: Copy the weights to memory in huge pages. Without it they are read-only views of the mapped file: nothing
-            is read before it is used and processes share the pages, but few file systems give huge pages to a mapping,
-            and decoding, which streams all weights, is faster with them.
+        copy: Read all layers now, to one piece of memory in huge pages, which lasts as long as any of them. Without it
+            they are read-only views of the mapped file: nothing is read before it is used, processes share the pages,
+            and the file must not change.
 
     Raises:
         FormatError, UnsupportedFormatError, LayoutError: See `PackedFile`.
     """
-    layers = dict(PackedFile(path))
-    if not copy:
-        return layers
-    return {name: _copied(layer) for name, layer in layers.items()}
-
-
-def _copied(layer: PackedLinear) -> PackedLinear:
-    data = aligned_empty(layer.nbytes)
-    data[:] = layer.data
-    bias = None if layer.bias is None else layer.bias.copy()
-    perm = None if layer.perm is None else layer.perm.copy()
-    return PackedLinear(layer.name, layer.layout, data, bias, perm, layer.source)
+    return dict(PackedFile(path, copy=copy))

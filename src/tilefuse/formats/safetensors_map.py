@@ -22,7 +22,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from tilefuse._buffers import advise_huge, aligned_empty
 from tilefuse.errors import FormatError
+from tilefuse.layout import ALIGNMENT
 
 Array = npt.NDArray[Any]
 
@@ -95,6 +97,8 @@ class MappedFile:
             if size < 8:
                 raise FormatError(f"{path}: {size} bytes, too short for a safetensors file; fetch it again")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._memory: npt.NDArray[np.uint8] | None = None
+        self._memory_base = 0
         (length,) = struct.unpack_from("<Q", self._map)
         if length > min(MAX_HEADER, size - 8):
             raise FormatError(
@@ -106,8 +110,20 @@ class MappedFile:
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise FormatError(f"{path}: __metadata__ must map strings to strings")
         self.metadata: dict[str, str] = metadata
-        self._entries = {name: _entry(name, item, 8 + length, path) for name, item in header.items()}
-        self._check_extents(8 + length, size)
+        self._start = 8 + length
+        self._entries = {name: _entry(name, item, self._start, path) for name, item in header.items()}
+        self._check_extents(self._start, size)
+
+    def ask_for_huge_pages(self) -> None:
+        """Asks for huge pages under the mapping, see `tilefuse._buffers.advise_huge`."""
+        advise_huge(self._map)
+
+    def read_to_memory(self) -> None:
+        """Reads all tensors to memory in huge pages; those taken from now on are views of it, and can be written."""
+        base = self._start // ALIGNMENT * ALIGNMENT  # what the file aligns stays so
+        memory = aligned_empty(len(self._map) - base)
+        memory[:] = np.frombuffer(self._map, np.uint8)[base:]
+        self._memory, self._memory_base = memory, base
 
     def _check_extents(self, start: int, size: int) -> None:
         """Tensors must fill the data section end to end: overlaps and holes are both refused."""
@@ -133,9 +149,13 @@ class MappedFile:
         return self._entries[name]
 
     def tensor(self, name: str) -> Array:
-        """A read-only view of a tensor (a copy only where the file does not align it to its dtype)."""
+        """A view of a tensor (a copy only where the file does not align it to its dtype), read-only in the mapping."""
         entry = self._entries[name]
-        view: Array = np.ndarray(entry.shape, entry.dtype, self._map, entry.offset)
+        view: Array
+        if self._memory is None:
+            view = np.ndarray(entry.shape, entry.dtype, self._map, entry.offset)
+        else:
+            view = np.ndarray(entry.shape, entry.dtype, self._memory.data, entry.offset - self._memory_base)
         # Old writers did not pad the header. Kernels may not take unaligned pointers, so such tensors are copied.
         return view if view.flags.aligned else view.copy()
 
