@@ -3,12 +3,12 @@
     python benchmarks/loading.py            # some 40 s; writes docs/benchmarks/loading.md
     python benchmarks/loading.py --print    # prints only
 
-Method. A packed file of six layers, 184 MB, several times the last-level cache; every state has files of its own, because
-their places in memory count. `tf.gemv` goes through all layers, bfloat16, all threads; states and a probe that reads huge
-pages of this process take turns, every round starting with another state; medians over rounds and files. The share in
-huge pages is what the kernel says of the mapping (/proc/self/smaps). The first pass is that of a new `tilefuse.load`,
-which reads from the disk where the file is not in the page cache. Needs Linux, and a file system on a disk with 2.5 GB
-where temporary files go (TMPDIR).
+Method. A packed file of six layers, 184 MB, several times the last-level cache; every state has files of its own,
+because their places in memory count. `tf.gemv` goes through all layers, bfloat16, all threads; states and a probe that
+reads huge pages of this process take turns, every round starting with another state; medians over rounds and files. The
+share in huge pages is what the kernel says of the mapping (/proc/self/smaps). The first pass is that of a new
+`tilefuse.load`, which reads from the disk where the file is not in the page cache. Needs Linux, and a file system on a
+disk with 2.5 GB where temporary files go (TMPDIR).
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@
 Method. A checkpoint of random codes in each format, 4 bits in groups of 128, the layers as large as the MLP's of a
 model of 8 billion parameters. A pass opens the checkpoint, reads and validates every layer (`Checkpoint.linear`) and
 packs it (`tilefuse.pack`); the file is in the page cache, and its pages are mapped anew in every pass. A copy maps the
-file anew, too, and copies every tensor to one buffer, on one thread. Formats, ways and the copy take turns; medians over
-rounds. Memory: `tilefuse.convert.pack_checkpoint`, which is what `tilefuse pack` runs, in a process of its own whose
-anonymous memory (RssAnon) is read from outside all the time. Needs Linux, and 0.5 GB where temporary files go (TMPDIR).
+file anew, too, and copies every tensor to one buffer, on one thread. Formats, ways and the copy take turns; medians
+over rounds. Memory: `tilefuse.convert.pack_checkpoint`, which is what `tilefuse pack` runs, in a process of its own
+whose anonymous memory (RssAnon) is read from outside all the time. Needs Linux, and 1 GB where temporary files go
+(TMPDIR).
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ def page(found: dict[str, Found]) -> str:
         bullets(
             [
                 f"- {datetime.datetime.now(datetime.UTC).date().isoformat()}; {cpu_model()}, {threads} cores; "
-                f"{platform.system()} {platform.release()}, Python {platform.python_version()}, NumPy {np.__version__}, "
-                f"safetensors {safetensors.__version__}.",
+                f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
+                f"NumPy {np.__version__}, safetensors {safetensors.__version__}.",
             ]
         ),
         "## Speed",

@@ -1,7 +1,7 @@
 """Packing takes less memory above the mapped files than twice the largest tensor, whatever the format.
 
-The kernel holds the process to it: RLIMIT_DATA counts writable private memory, touched or not, so that nothing short-lived
-is missed, and an allocation beyond the limit fails.
+The kernel holds the process to it: RLIMIT_DATA counts writable private memory, touched or not, so that nothing
+short-lived is missed, and an allocation beyond the limit fails.
 """
 
 from __future__ import annotations
