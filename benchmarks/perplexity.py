@@ -105,7 +105,7 @@ class Layer(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, x: Any) -> Any:
         """``x W + bias`` in the dtype of x."""
-        return tf.linear(x, self.layer, device="cpu", compute=self.compute)  # type: ignore[call-arg]
+        return tf.linear(x, self.layer, device="cpu", compute=self.compute)
 
 
 def source() -> Path:

@@ -15,6 +15,7 @@ except ImportError as error:
 
 from tilefuse.hf.linear import FusedLinear, FusedPart, TileFuseLinear
 from tilefuse.hf.options import Options, options
+from tilefuse.hf.parallel import ParallelLinear, packed_bytes
 from tilefuse.hf.quantizer import TileFuseConfig, TileFuseQuantizer, register, unregister
 from tilefuse.hf.routing import phases_of, set_device
 
@@ -22,10 +23,12 @@ __all__ = [
     "FusedLinear",
     "FusedPart",
     "Options",
+    "ParallelLinear",
     "TileFuseConfig",
     "TileFuseLinear",
     "TileFuseQuantizer",
     "options",
+    "packed_bytes",
     "phases_of",
     "register",
     "set_device",

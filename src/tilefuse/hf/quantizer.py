@@ -21,6 +21,7 @@ from tilefuse.errors import FormatError, LayoutError, UnsupportedFormatError
 from tilefuse.formats import Checkpoint, open_checkpoint
 from tilefuse.formats.checkpoint import METHODS
 from tilefuse.fusion import Product
+from tilefuse.hf import parallel
 from tilefuse.hf.linear import FusedLinear, FusedPart, TileFuseLinear
 from tilefuse.hf.options import Options, current
 from tilefuse.packcache import packed_layers
@@ -105,13 +106,21 @@ class TileFuseQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         opened, checkpoint = current(), self._checkpoint
         assert checkpoint is not None
+        self._checkpoint = None
+        if parallel.world_of(model) > 1:
+            if self._dense:
+                raise LayoutError(
+                    f"layer {self._dense[0]!r} would run in torch, which is not done under tensor parallelism: load it "
+                    "without distributed_config, or in another format"
+                )
+            parallel.place(model, checkpoint, self._paths, list(self._paths), opened.device)
+            return model
         layers = packed_layers(checkpoint, self._products, opened.folder(checkpoint.path), progress=opened.progress)
         phases = choose(opened.device, [layer.layout for layer in layers.values()])
         for product in self._products:
             _place(model, product, layers[product.name], self._paths, phases)
         for name in self._dense:
             model.set_submodule(self._paths[name], _dense(checkpoint, name, model.dtype))
-        self._checkpoint = None
         return model
 
     def is_serializable(self) -> bool:
