@@ -17,10 +17,11 @@ that allocate by malloc (GLIBC_TUNABLES=glibc.malloc.hugetlb=1, and torch's THP_
 turns, each in every round, as do probes of the machine's limits: reading from huge pages, and multiply-adds. A turn
 starts with an untimed call and ends when the process's threads sleep. A round is taken again if a probe of arithmetic
 in it fell below 0.7 of the best: something else ran. A contender that is three times slower than the fastest of its
-class in the first round has no more turns. Ratios are medians over rounds of the ratio within a round; other
-figures are of medians. Below 64 rows a contender goes through copies of its weights, of distinct contents, that
-together exceed four times the last-level cache; from there on arithmetic bounds the product, and peers alternate two
-copies. Contenders hold the same weights where their formats can; errors are against float64 on each one's own.
+class in the first round has no more turns. Ratios are medians over rounds of the ratio within a round, and so is
+tilefuse's share of the DRAM bandwidth, which is measured before each of its turns; other figures are of medians. Below
+64 rows a contender goes through copies of its weights, of distinct contents, that together exceed four times the last-
+level cache; from there on arithmetic bounds the product, and peers alternate two copies. Contenders hold the same
+weights where their formats can; errors are against float64 on each one's own.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def measure(
             for m in batches:
                 say(f"{k}x{n}, M = {m}")
                 with_weights = [seat for seat in seats if seat.peer.alive]
-                case = run_case(with_weights, (k, n), m, weight_bytes, turns, probes.sample, guards[1], failed)
+                case = run_case(with_weights, (k, n), m, weight_bytes, turns, probes, guards[1], failed)
                 run.cases.append(case)
                 say(brief(run, case))
             guards[1].release()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from measure import Limits
+from measure import Limits, Probes
 from peers.accuracy import Errors
 from peers.base import Contender
 from peers.client import Peer, PeerError
@@ -135,16 +135,19 @@ def take_turns(
     sample: Callable[[], bool],
     failed: Callable[[str], None],
     guard: Guard | None = None,
-) -> dict[str, list[float]]:
+    read: Callable[[], float] | None = None,
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Times the contenders in turn, every round starting with another; ``sample`` probes the machine twice a round.
 
     A round in which ``sample`` returns False doesn't count, unless so many were lost already as there are to be.
 
     Returns:
-        For every contender that did not fail its seconds a product, one a round.
+        For every contender that did not fail its seconds a product, one a round; and for ours what ``read`` returned
+        before each of these turns.
     """
     guard = guard or Guard()
     times: dict[str, list[float]] = {}
+    reads: dict[str, list[float]] = {}
     playing = list(seats)
     start = time.perf_counter()
     kept = lost = 0
@@ -154,9 +157,12 @@ def take_turns(
         first = kept % max(1, len(playing))
         undisturbed = True
         here: dict[str, float] = {}
+        before: dict[str, float] = {}
         for place, seat in enumerate([*playing[first:], *playing[:first]]):
             if place in (0, len(playing) // 2):
                 undisturbed &= sample()
+            if read is not None and seat.contender.ours:
+                before[seat.name] = read()
             try:
                 here[seat.name] = seat.peer.number("time", "seconds", name=seat.name, at_least=turns.seconds)
             except PeerError as error:
@@ -168,10 +174,12 @@ def take_turns(
             continue
         for name, seconds in here.items():
             times.setdefault(name, []).append(seconds)
+            if name in before:
+                reads.setdefault(name, []).append(before[name])
         if kept == 0:
             playing = [seat for seat in playing if not far_behind(seat.contender, seats, times)]
         kept += 1
-    return times
+    return times, reads
 
 
 def far_behind(contender: Contender, seats: Sequence[Seat], times: dict[str, list[float]]) -> bool:
@@ -193,15 +201,29 @@ def run_case(
     rows: int,
     weight_bytes: dict[str, int],
     turns: Turns,
-    probe: Callable[[Limits], bool],
+    probes: Probes,
     guard: Guard,
     failed: Callable[[str], None],
 ) -> CaseResult:
     """Checks and times the contenders that have weights, on that many rows, with ``guard`` held; see `check`."""
-    here = Limits()
+    here, disturbed = Limits(), Limits()
+
+    def sample() -> bool:
+        found = Limits()
+        undisturbed = probes.sample(found)
+        (here if undisturbed else disturbed).extend(found)
+        return undisturbed
+
     guard.hold()
     errors = check(seats, rows, weight_bytes, failed)
-    times = take_turns([seat for seat in seats if seat.name in errors], turns, lambda: probe(here), failed, guard)
+    able = [seat for seat in seats if seat.name in errors]
+    read = probes.read if rows == 1 else None
+    times, reads = take_turns(able, turns, sample, failed, guard, read)
     guard.rest()
-    measured = {name: Measurement(rounds, weight_bytes[name], errors[name]) for name, rounds in times.items()}
+    if not here.read:
+        here = disturbed
+    measured = {
+        name: Measurement(rounds, weight_bytes[name], errors[name], reads.get(name, []))
+        for name, rounds in times.items()
+    }
     return CaseResult(*shape, rows, here, measured)

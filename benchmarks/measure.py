@@ -55,9 +55,13 @@ class Probes:
         self._seconds = seconds
         self._best: dict[str, float] = {}
 
+    def read(self) -> float:
+        """Bytes a second of one pass of reads."""
+        return float(self._read.run())
+
     def sample(self, limits: Limits) -> bool:
         """Adds one measurement of each limit to ``limits``; returns whether the processor was all ours meanwhile."""
-        limits.read.append(self._read.run())
+        limits.read.append(self.read())
         undisturbed = True
         for kind in [*self._core.arithmetic_probes(), *self._core.integer_probes()]:
             rate = self._core.run_arithmetic_probe(kind, self._seconds)

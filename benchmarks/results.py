@@ -21,11 +21,13 @@ class Measurement:
         rounds: Seconds a product, one a round. A contender far slower than the others has only its first.
         weight_bytes: Read by one product.
         errors: Against float64.
+        reads: Bytes a second that a probe read right before, one a round; empty where that was not measured.
     """
 
     rounds: list[float]
     weight_bytes: int
     errors: Errors
+    reads: list[float] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -94,7 +96,7 @@ def from_json(text: str) -> Run:
     cases = []
     for case in found["cases"]:
         measured = {
-            name: Measurement(each["rounds"], each["weight_bytes"], Errors(**each["errors"]))
+            name: Measurement(each["rounds"], each["weight_bytes"], Errors(**each["errors"]), each.get("reads", []))
             for name, each in case["measured"].items()
         }
         cases.append(CaseResult(case["k"], case["n"], case["m"], Limits(**case["limits"]), measured))
@@ -222,9 +224,15 @@ def limit_of(case: CaseResult, contender: Contender, weight_bytes: int) -> tuple
 
 
 def share(run: Run, case: CaseResult, name: str) -> tuple[float, str]:
-    """Of the binding limit, what a contender reaches, and which one that is."""
+    """Of the binding limit, what a contender reaches, and which one that is.
+
+    Of reads, where they were probed before every turn, the median over rounds.
+    """
     measured = case.measured[name]
     seconds, kind = limit_of(case, run.contenders[name], measured.weight_bytes)
+    if kind == "DRAM" and measured.reads:
+        pairs = zip(measured.rounds, measured.reads, strict=False)
+        return statistics.median(measured.weight_bytes / mine / read for mine, read in pairs), kind
     return seconds / measured.seconds, kind
 
 

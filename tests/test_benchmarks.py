@@ -52,7 +52,7 @@ def test_contenders_take_turns_and_each_round_starts_with_another() -> None:
     peer = FakePeer({"a": 1.0, "b": 2.0, "c": 1.5})
     failed: list[str] = []
     seats = seats_of(peer, a=16, b=16, c=16)
-    times = interleave.take_turns(seats, Turns(3, 0.1, 60.0), lambda: not peer.log.append("|"), failed.append)
+    times, _ = interleave.take_turns(seats, Turns(3, 0.1, 60.0), lambda: not peer.log.append("|"), failed.append)
     # Probes run before the first and the second of three turns.
     assert "".join(peer.log) == "|a|bc" + "|b|ca" + "|c|ab"
     assert times == {"a": [1.0] * 3, "b": [2.0] * 3, "c": [1.5] * 3}
@@ -63,23 +63,31 @@ def test_those_far_behind_in_their_class_and_those_that_fail_have_no_more_turns(
     peer = FakePeer({"a": 1.0, "slow": 3.5, "other": 9.0, "fails": 1.0}, fails="fails")
     failed: list[str] = []
     seats = seats_of(peer, a=16, slow=16, other=8, fails=16)
-    times = interleave.take_turns(seats, Turns(3, 0.1, 60.0), lambda: True, failed.append)
+    times, _ = interleave.take_turns(seats, Turns(3, 0.1, 60.0), lambda: True, failed.append)
     assert {name: len(rounds) for name, rounds in times.items()} == {"a": 3, "slow": 1, "other": 3}
     assert failed == ["fails: no more"]
 
 
 def test_a_case_gets_two_rounds_whatever_its_budget() -> None:
     peer = FakePeer({"a": 1.0})
-    assert interleave.take_turns(seats_of(peer, a=16), Turns(9, 0.1, 0.0), lambda: True, print) == {"a": [1.0, 1.0]}
+    assert interleave.take_turns(seats_of(peer, a=16), Turns(9, 0.1, 0.0), lambda: True, print)[0] == {"a": [1.0, 1.0]}
 
 
 def test_disturbed_rounds_are_taken_again_so_many_times_at_most() -> None:
     peer = FakePeer({"a": 1.0})
     answers = iter([True, False, True, True])
-    times = interleave.take_turns(seats_of(peer, a=16), Turns(2, 0.1, 60.0), lambda: next(answers), print)
+    times, _ = interleave.take_turns(seats_of(peer, a=16), Turns(2, 0.1, 60.0), lambda: next(answers), print)
     assert times == {"a": [1.0, 1.0]}
     assert len(peer.log) == 3
-    assert interleave.take_turns(seats_of(peer, a=16), Turns(2, 0.1, 60.0), lambda: False, print) == times
+    assert interleave.take_turns(seats_of(peer, a=16), Turns(2, 0.1, 60.0), lambda: False, print)[0] == times
+
+
+def test_reads_are_probed_before_each_turn_of_ours() -> None:
+    peer = FakePeer({"a": 1.0, "b": 2.0})
+    seats = [*seats_of(peer, a=16), Seat(Contender("b", "W4", 4, 16, ours=True), peer)]  # type: ignore[arg-type]
+    probes = iter([3.0, 5.0])
+    _, reads = interleave.take_turns(seats, Turns(2, 0.1, 60.0), lambda: True, print, read=lambda: next(probes))
+    assert reads == {"b": [3.0, 5.0]}
 
 
 def test_guard_runs_its_command_while_held(tmp_path: Path) -> None:
@@ -256,6 +264,15 @@ def test_share_is_of_the_limit_that_binds() -> None:
         pytest.approx(operations / 2e11 / 5e-3),
         "int8-dot",
     )
+
+
+def test_share_of_the_bandwidth_is_of_the_reads_before() -> None:
+    run = made_up()
+    # 10 MB in 1, 2 and 4 ms: 10, 5 and 2.5 GB/s.
+    ours = Measurement([1e-3, 2e-3, 4e-3], 10_000_000, NO_ERRORS, [20e9, 5e9, 5e9])
+    run.cases[0].measured["tilefuse W4 g128"] = ours
+    assert results.share(run, run.cases[0], "tilefuse W4 g128") == (pytest.approx(0.5), "DRAM")
+    assert results.from_json(results.to_json(run)) == run
 
 
 def test_what_became_of_targets() -> None:
