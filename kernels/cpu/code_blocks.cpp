@@ -3,6 +3,7 @@
 #include "code_blocks.h"
 
 #include <algorithm>
+#include <memory>
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -14,6 +15,31 @@ namespace {
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Stores whole cache lines past the caches: nothing reads them soon, and a line that is written whole need not be read
+// first. The thread that stored must call `end_stores` before another may read.
+template <size_t Bytes>
+inline void store_lines(const void* from, void* to) {
+  static_assert(Bytes % 64 == 0);
+#if defined(__SSE2__)
+  for (size_t i = 0; i < Bytes / 16; ++i)
+    _mm_stream_si128(static_cast<__m128i*>(to) + i, _mm_loadu_si128(static_cast<const __m128i*>(from) + i));
+#else
+  std::memcpy(to, from, Bytes);
+#endif
+}
+
+// A block row of a tile.
+template <int Bits>
+inline void store_block(const void* from, Word<Bits>* to) {
+  store_lines<kNt * sizeof(Word<Bits>)>(from, to);
+}
+
+inline void end_stores() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
 
 // What a reader knows of the tile that it reads.
 struct TileAt {
@@ -31,24 +57,6 @@ struct TileAt {
 };
 
 // --- One row an input channel: kn, words_n, words_n_awq ---
-
-// Stores a block row of a tile past the caches: nothing reads it soon, and a line that is written whole need not be
-// read first. The thread that stored must call `end_stores` before another may read.
-template <int Bits>
-inline void store_block(const void* from, Word<Bits>* to) {
-#if defined(__SSE2__)
-  for (size_t i = 0; i < kNt * sizeof(Word<Bits>) / 16; ++i)
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, _mm_loadu_si128(static_cast<const __m128i*>(from) + i));
-#else
-  std::memcpy(to, from, kNt * sizeof(Word<Bits>));
-#endif
-}
-
-inline void end_stores() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
-}
 
 // Calls fn(tile, block, rows) for each block row of each tile of the band, with pointers to the bytes of its 8 rows,
 // `Bytes` each; what lies outside the matrix reads as 0. The tiles are the inner loop: the rows are read from one end
@@ -154,28 +162,45 @@ void read_words_k(const TileAt& at, Word<Bits>* tile) {
   const auto real_n = static_cast<size_t>(at.real_n);
   for (int block = 0; block < ceil_div(at.real_k, kBlock); ++block) {
     Word<Bits>* out = tile + block * kNt;
-    uint32_t words[kNt];
-    if (at.source.perm == nullptr) {
-      const int64_t first = (at.k0 + block * kBlock) / kPerWord;
-      if constexpr (Bits == 4) {
-        std::memcpy(out, column(first), 4 * real_n);
-      } else {
-        uint32_t high[kNt] = {};
-        std::memcpy(words, column(first), 4 * real_n);
-        if (first + 1 < ceil_div(at.k, kPerWord)) std::memcpy(high, column(first + 1), 4 * real_n);
-        for (size_t n = 0; n < real_n; ++n) out[n] = words[n] | (static_cast<uint64_t>(high[n]) << 32);
-      }
-      continue;
+    const int64_t first = (at.k0 + block * kBlock) / kPerWord;
+    if constexpr (Bits == 4) {
+      std::memcpy(out, column(first), 4 * real_n);
+    } else {
+      uint32_t low[kNt];
+      uint32_t high[kNt] = {};
+      std::memcpy(low, column(first), 4 * real_n);
+      if (first + 1 < ceil_div(at.k, kPerWord)) std::memcpy(high, column(first + 1), 4 * real_n);
+      for (size_t n = 0; n < real_n; ++n) out[n] = low[n] | (static_cast<uint64_t>(high[n]) << 32);
     }
-    std::fill(out, out + kNt, Word<Bits>{0});
-    for (int i = 0; i < std::min(kBlock, at.real_k - block * kBlock); ++i) {
-      const int64_t row = at.row(block * kBlock + i);
+  }
+}
+
+// Permuted: the 8 rows of a block lie anywhere in the column of 64 output channels. The column is copied first, for it
+// is spread over a page or more a row, and each of its words is read by several blocks.
+template <int Bits>
+void read_words_k_permuted(const TileAt& at, int k_tiles, Word<Bits>* const* tiles) {
+  constexpr int kPerWord = 32 / Bits;
+  constexpr int kAhead = 16;
+  const int64_t rows = ceil_div(at.k, kPerWord);
+  const auto words = std::make_unique_for_overwrite<uint32_t[]>(static_cast<size_t>(rows * kNt));
+  const uint8_t* from = at.source.codes + at.n0 * 4;
+  for (int64_t row = 0; row < rows; ++row, from += at.n * 4) {
+    for (int line = 0; row + kAhead < rows && line < at.real_n * 4; line += 64)
+      prefetch(from + kAhead * at.n * 4 + line);
+    uint32_t* to = words.get() + row * kNt;
+    std::memcpy(to, from, 4 * static_cast<size_t>(at.real_n));
+    std::fill(to + at.real_n, to + kNt, 0);
+  }
+  for (int64_t k = 0; k < std::min<int64_t>(at.k - at.k0, int64_t{k_tiles} * kKt); k += kBlock) {
+    Word<Bits> out[kNt] = {};
+    for (int i = 0; i < std::min<int64_t>(kBlock, at.k - at.k0 - k); ++i) {
+      const int64_t row = at.source.perm[at.k0 + k + i];
+      const uint32_t* in = words.get() + row / kPerWord * kNt;
       const int shift = static_cast<int>(row % kPerWord) * Bits;
-      std::memcpy(words, column(row / kPerWord), 4 * real_n);
-      for (size_t n = 0; n < real_n; ++n) {
-        out[n] |= static_cast<Word<Bits>>((words[n] >> shift) & ((1u << Bits) - 1)) << (Bits * i);
-      }
+      for (int n = 0; n < kNt; ++n)
+        out[n] |= static_cast<Word<Bits>>((in[n] >> shift) & ((1u << Bits) - 1)) << (Bits * i);
     }
+    store_block<Bits>(out, tiles[k / kKt] + k % kKt / kBlock * kNt);
   }
 }
 
@@ -191,6 +216,29 @@ void gather_codes(const TileAt& at, Code&& code, Word<Bits>* tile) {
         word |= static_cast<Word<Bits>>(code(at.n0 + n, at.row(block * kBlock + i))) << (Bits * i);
       }
       tile[block * kNt + n] = word;
+    }
+  }
+}
+
+// Without a permutation, and all of the tiles real: a line of a tile holds the words of as many output channels as a
+// vector of 64 bytes, whose rows are read from one end of the column of tiles to the other.
+template <int Bits>
+void read_rows_n_column(const TileAt& at, int64_t row_bytes, uint8_t flip, int k_tiles, Word<Bits>* const* tiles) {
+  constexpr int kBytes = kKt * Bits / 8;
+  constexpr int kLine = 64 / sizeof(Word<Bits>);
+  constexpr int kAhead = 4 * 64;
+  const Word<Bits> flips = ~Word<Bits>{0} / 255 * flip;
+  for (int n = 0; n < kNt; n += kLine) {
+    const uint8_t* rows = at.source.codes + (at.n0 + n) * row_bytes + at.k0 * Bits / 8;
+    for (int tile = 0; tile < k_tiles; ++tile, rows += kBytes) {
+      Word<Bits> lines[kKBlocks][kLine];
+      for (int i = 0; i < kLine; ++i) {
+        Word<Bits> words[kKBlocks];
+        std::memcpy(words, rows + i * row_bytes, kBytes);
+        for (int at_byte = 0; at_byte < kBytes; at_byte += 64) prefetch(rows + i * row_bytes + kAhead + at_byte);
+        for (int block = 0; block < kKBlocks; ++block) lines[block][i] = words[block] ^ flips;
+      }
+      for (int block = 0; block < kKBlocks; ++block) store_lines<64>(lines[block], tiles[tile] + block * kNt + n);
     }
   }
 }
@@ -252,57 +300,106 @@ void read_rows_n_fast(const TileAt& at, uint32_t* tile) {
 
 }  // namespace
 
-template <int Bits>
-bool read_code_band(const TileLayout& layout, const PackSource& source, int64_t k0, int64_t n0, int count,
-                    Word<Bits>* const* tiles) {
-  TileAt at{.source = source,
-            .k = layout.k,
-            .n = layout.n,
-            .k0 = k0,
-            .n0 = n0,
-            .real_k = static_cast<int>(std::min<int64_t>(kKt, layout.k - k0)),
-            .real_n = static_cast<int>(std::min<int64_t>(kNt, layout.n - n0)),
-            .tiles = count};
-  bool fit = true;
-  const auto each = [&](auto&& read) {
-    for (int i = 0; i < count; ++i) {
-      at.n0 = n0 + i * kNt;
-      at.real_n = static_cast<int>(std::min<int64_t>(kNt, layout.n - at.n0));
-      read(tiles[i]);
-    }
-  };
+// Where the checkpoint's rows run along N, a patch of one row of tiles reads 128 rows, 2 or 4 KiB of each, from end to
+// end. Where they run along K, one column of tiles reads 64 rows so. A permuted column of words is taken whole.
+PatchShape best_patch(const PackSource& source) {
   switch (source.order) {
-    case CodeOrder::kn:
-      fit = read_kn<Bits>(at, tiles);
-      break;
-    case CodeOrder::words_n:
-      read_words_n<Bits>(at, false, tiles);
-      break;
-    case CodeOrder::words_n_awq:
-      if constexpr (Bits == 4) read_words_n<Bits>(at, true, tiles);
-      break;
-    case CodeOrder::words_k:
-      if (source.perm == nullptr && at.real_k == kKt && n0 + count * kNt <= layout.n) {
-        read_words_k_band<Bits>(at, tiles);
-      } else {
-        each([&](Word<Bits>* tile) { read_words_k<Bits>(at, tile); });
-      }
-      break;
     case CodeOrder::rows_n:
-      each([&](Word<Bits>* tile) { read_rows_n<Bits>(at, ceil_div(layout.k * Bits, 32) * 4, 0, tile); });
-      break;
     case CodeOrder::rows_n_int8:
-      if constexpr (Bits == 8) each([&](Word<Bits>* tile) { read_rows_n<Bits>(at, layout.k, 0x80, tile); });
-      break;
     case CodeOrder::rows_n_fast:
-      if constexpr (Bits == 4) each([&](Word<Bits>* tile) { read_rows_n_fast(at, tile); });
+      return {.k_tiles = 32, .n_tiles = 1};
+    case CodeOrder::words_k:
+      if (source.perm != nullptr) return {.k_tiles = kMostPatchTiles, .n_tiles = 1};
+      break;
+    case CodeOrder::kn:
+    case CodeOrder::words_n:
+    case CodeOrder::words_n_awq:
       break;
   }
+  return {.k_tiles = 1, .n_tiles = 64};
+}
+
+template <int Bits>
+bool read_code_patch(const TileLayout& layout, const PackSource& source, const Patch& patch, Word<Bits>* const* tiles) {
+  const auto tile_at = [&](int row, int column) {
+    const int64_t k0 = patch.k0 + int64_t{row} * kKt;
+    const int64_t n0 = patch.n0 + int64_t{column} * kNt;
+    return TileAt{.source = source,
+                  .k = layout.k,
+                  .n = layout.n,
+                  .k0 = k0,
+                  .n0 = n0,
+                  .real_k = static_cast<int>(std::min<int64_t>(kKt, layout.k - k0)),
+                  .real_n = static_cast<int>(std::min<int64_t>(kNt, layout.n - n0)),
+                  .tiles = patch.n_tiles - column};
+  };
+  const auto each_row = [&](auto&& read) {
+    bool fit = true;
+    for (int row = 0; row < patch.k_tiles; ++row) fit = read(tile_at(row, 0), tiles + row * patch.n_tiles) && fit;
+    return fit;
+  };
+  const auto each_column = [&](auto&& read) {
+    for (int column = 0; column < patch.n_tiles; ++column) {
+      Word<Bits>* of_column[kMostPatchTiles];
+      for (int row = 0; row < patch.k_tiles; ++row) of_column[row] = tiles[row * patch.n_tiles + column];
+      read(tile_at(0, column), of_column);
+    }
+    return true;
+  };
+  const auto each_tile = [&](int first_row, auto&& read) {
+    for (int row = first_row; row < patch.k_tiles; ++row) {
+      for (int column = 0; column < patch.n_tiles; ++column)
+        read(tile_at(row, column), tiles[row * patch.n_tiles + column]);
+    }
+    return true;
+  };
+  const int whole_rows = static_cast<int>(std::min<int64_t>(patch.k_tiles, (layout.k - patch.k0) / kKt));
+  const bool whole_columns = patch.n0 + int64_t{patch.n_tiles} * kNt <= layout.n;
+
+  const auto rows_along_k = [&](int64_t row_bytes, uint8_t flip) {
+    const int whole = source.perm == nullptr && whole_columns ? whole_rows : 0;
+    each_column([&](const TileAt& at, Word<Bits>* const* of_column) {
+      read_rows_n_column<Bits>(at, row_bytes, flip, whole, of_column);
+    });
+    return each_tile(whole, [&](const TileAt& at, Word<Bits>* tile) { read_rows_n<Bits>(at, row_bytes, flip, tile); });
+  };
+
+  const bool fit = [&] {
+    switch (source.order) {
+      case CodeOrder::kn:
+        return each_row([](const TileAt& at, Word<Bits>* const* row) { return read_kn<Bits>(at, row); });
+      case CodeOrder::words_n:
+      case CodeOrder::words_n_awq:
+        return each_row([&](const TileAt& at, Word<Bits>* const* row) {
+          read_words_n<Bits>(at, Bits == 4 && source.order == CodeOrder::words_n_awq, row);
+          return true;
+        });
+      case CodeOrder::words_k:
+        if (source.perm != nullptr) {
+          return each_column([&](const TileAt& at, Word<Bits>* const* of_column) {
+            read_words_k_permuted<Bits>(at, patch.k_tiles, of_column);
+          });
+        }
+        for (int row = 0; whole_columns && row < whole_rows; ++row)
+          read_words_k_band<Bits>(tile_at(row, 0), tiles + row * patch.n_tiles);
+        return each_tile(whole_columns ? whole_rows : 0,
+                         [](const TileAt& at, Word<Bits>* tile) { read_words_k<Bits>(at, tile); });
+      case CodeOrder::rows_n:
+        return rows_along_k(ceil_div(layout.k * Bits, 32) * 4, 0);
+      case CodeOrder::rows_n_int8:
+        return rows_along_k(layout.k, 0x80);
+      case CodeOrder::rows_n_fast:
+        if constexpr (Bits == 4)
+          return each_tile(0, [](const TileAt& at, Word<Bits>* tile) { read_rows_n_fast(at, tile); });
+        break;
+    }
+    return true;
+  }();
   end_stores();
   return fit;
 }
 
-template bool read_code_band<4>(const TileLayout&, const PackSource&, int64_t, int64_t, int, uint32_t* const*);
-template bool read_code_band<8>(const TileLayout&, const PackSource&, int64_t, int64_t, int, uint64_t* const*);
+template bool read_code_patch<4>(const TileLayout&, const PackSource&, const Patch&, uint32_t* const*);
+template bool read_code_patch<8>(const TileLayout&, const PackSource&, const Patch&, uint64_t* const*);
 
 }  // namespace tilefuse

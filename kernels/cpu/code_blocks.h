@@ -96,12 +96,29 @@ struct CodeGrid {
   }
 };
 
-// Reads the codes of `count` tiles side by side, the first at input channel k0 and output channel n0, all partly real
-// at least. Codes outside K x N are of no meaning. Returns whether every code fits `Bits` (only CodeOrder::kn can hold
-// one that does not).
+// Tiles of a layer, all partly real at least: n_tiles side by side, in k_tiles rows, the first at input channel k0 and
+// output channel n0.
+struct Patch {
+  int64_t k0;
+  int64_t n0;
+  int k_tiles;
+  int n_tiles;
+};
+
+// The shape of patches that the source's order is read fastest in.
+struct PatchShape {
+  int64_t k_tiles;
+  int64_t n_tiles;
+};
+
+inline constexpr int kMostPatchTiles = 256;
+
+[[nodiscard]] PatchShape best_patch(const PackSource& source);
+
+// Reads the codes of a patch to tiles[row * n_tiles + column]. Codes outside K x N are of no meaning. Returns whether
+// every code fits `Bits` (only CodeOrder::kn can hold one that does not).
 template <int Bits>
-bool read_code_band(const TileLayout& layout, const PackSource& source, int64_t k0, int64_t n0, int count,
-                    Word<Bits>* const* tiles);
+bool read_code_patch(const TileLayout& layout, const PackSource& source, const Patch& patch, Word<Bits>* const* tiles);
 
 // Writes 8 rows of 64 codes, one a byte, from the words of one block row.
 template <int Bits>

@@ -14,16 +14,6 @@
 namespace tilefuse {
 namespace {
 
-// Tiles that one thread packs at a time. Where the checkpoint's rows run along N, a band of one k tile reads 128 rows,
-// 2 or 4 KiB of each, from end to end. Where they run along K, a column of k tiles reads 64 rows so, and the reader's
-// prefetch runs over the tiles.
-constexpr int kBandTiles = 64;
-constexpr int kColumnTiles = 32;
-
-[[nodiscard]] bool rows_along_k(CodeOrder order) {
-  return order == CodeOrder::rows_n || order == CodeOrder::rows_n_int8 || order == CodeOrder::rows_n_fast;
-}
-
 using IssueKind = PackIssue::Kind;
 
 // The first issue of each kind over all threads.
@@ -133,42 +123,50 @@ class Packer {
       : layout_(layout), source_(source), out_(out), issues_(layout.n) {}
 
   PackIssue run() {
-    const bool along_k = rows_along_k(source_.order);
-    const int64_t patch_n = along_k ? 1 : kBandTiles;
-    const int64_t patch_k = along_k ? kColumnTiles : 1;
-    const int64_t n_patches = (layout_.n_tiles() + patch_n - 1) / patch_n;
-    const int64_t k_patches = (layout_.k_tiles + patch_k - 1) / patch_k;
+    const PatchShape shape = best_patch(source_);
+    const int64_t n_patches = (layout_.n_tiles() + shape.n_tiles - 1) / shape.n_tiles;
+    const int64_t k_patches = (layout_.k_tiles + shape.k_tiles - 1) / shape.k_tiles;
     ThreadPool::instance().parallel_for(n_patches * k_patches, [&](int64_t item, int) {
-      const int64_t n0 = item % n_patches * patch_n;
-      const int64_t k0 = item / n_patches * patch_k;
-      const int64_t n1 = std::min(n0 + patch_n, layout_.n_tiles());
-      for (int64_t k = k0; k < std::min(k0 + patch_k, layout_.k_tiles); ++k) band(k, n0, n1);
+      const int64_t n0 = item % n_patches * shape.n_tiles;
+      const int64_t k0 = item / n_patches * shape.k_tiles;
+      patch(k0, std::min(k0 + shape.k_tiles, layout_.k_tiles), n0, std::min(n0 + shape.n_tiles, layout_.n_tiles()));
     });
     return issues_.result();
   }
 
  private:
-  // Output tiles [n_tile, n_end), kBandTiles at most.
-  void band(int64_t k_tile, int64_t n_tile, int64_t n_end) {
-    const bool real_k = k_tile < layout_.k_tiles_used();
-    const int64_t real_end = real_k ? std::min(n_end, layout_.n_tiles_used()) : n_tile;
-    for (int64_t n = std::max(n_tile, real_end); n < n_end; ++n)
-      std::memset(out_ + layout_.tile_offset(n, k_tile), 0, static_cast<size_t>(layout_.tile_bytes));
-    const auto count = static_cast<int>(real_end - n_tile);
-    if (count <= 0) return;
-    Word<Bits>* codes[kBandTiles];
-    for (int i = 0; i < count; ++i)
-      codes[i] = reinterpret_cast<Word<Bits>*>(out_ + layout_.tile_offset(n_tile + i, k_tile));
-    const int64_t k0 = k_tile * kKt;
-    const bool fit = read_code_band<Bits>(layout_, source_, k0, n_tile * kNt, count, codes);
-    for (int i = 0; i < count; ++i) {
-      const int64_t n0 = (n_tile + i) * kNt;
-      auto* bytes = reinterpret_cast<uint8_t*>(codes[i]);
-      if (!fit) find_bad_code(k0, n0);
-      write_groups(k0, n0, bytes);
-      const uint8_t* zeros = layout_.zero == ZeroKind::z8 ? bytes + layout_.zero_offset : nullptr;
-      if (k0 + kKt > layout_.k || n0 + kNt > layout_.n) pad_codes<Bits>(layout_, k0, n0, zeros, codes[i]);
+  // Tiles of rows [k_tile, k_end) and columns [n_tile, n_end), kMostPatchTiles at most.
+  void patch(int64_t k_tile, int64_t k_end, int64_t n_tile, int64_t n_end) {
+    const int64_t real_k = std::min(k_end, layout_.k_tiles_used());
+    const int64_t real_n = std::min(n_end, layout_.n_tiles_used());
+    Word<Bits>* codes[kMostPatchTiles];
+    int count = 0;
+    for (int64_t k = k_tile; k < k_end; ++k) {
+      for (int64_t n = n_tile; n < n_end; ++n) {
+        uint8_t* tile = out_ + layout_.tile_offset(n, k);
+        if (k < real_k && n < real_n) {
+          codes[count++] = reinterpret_cast<Word<Bits>*>(tile);
+        } else {
+          std::memset(tile, 0, static_cast<size_t>(layout_.tile_bytes));
+        }
+      }
     }
+    if (count == 0) return;
+    const Patch at{.k0 = k_tile * kKt,
+                   .n0 = n_tile * kNt,
+                   .k_tiles = static_cast<int>(real_k - k_tile),
+                   .n_tiles = static_cast<int>(real_n - n_tile)};
+    const bool fit = read_code_patch<Bits>(layout_, source_, at, codes);
+    for (int i = 0; i < count; ++i) finish(at.k0 + i / at.n_tiles * kKt, at.n0 + i % at.n_tiles * kNt, fit, codes[i]);
+  }
+
+  // All of a tile but its codes.
+  void finish(int64_t k0, int64_t n0, bool fit, Word<Bits>* codes) {
+    auto* bytes = reinterpret_cast<uint8_t*>(codes);
+    if (!fit) find_bad_code(k0, n0);
+    write_groups(k0, n0, bytes);
+    const uint8_t* zeros = layout_.zero == ZeroKind::z8 ? bytes + layout_.zero_offset : nullptr;
+    if (k0 + kKt > layout_.k || n0 + kNt > layout_.n) pad_codes<Bits>(layout_, k0, n0, zeros, codes);
   }
 
   void write_groups(int64_t k0, int64_t n0, uint8_t* bytes) {
