@@ -130,6 +130,16 @@ bool read_kn(const TileAt& at, Word<Bits>* const* tiles) {
 
 // --- Words of consecutive input channels, one column an output channel: words_k ---
 
+// A block row of 8-bit codes from its words' low and high halves.
+inline void store_interleaved(const uint32_t (&low)[kNt], const uint32_t (&high)[kNt], uint64_t* to) {
+  uint32_t words[kNt][2];
+  for (int n = 0; n < kNt; ++n) {
+    words[n][0] = low[n];
+    words[n][1] = high[n];
+  }
+  store_block<8>(words, to);
+}
+
 // Without a permutation, and all of the tiles real.
 template <int Bits>
 void read_words_k_band(const TileAt& at, Word<Bits>* const* tiles) {
@@ -141,15 +151,10 @@ void read_words_k_band(const TileAt& at, Word<Bits>* const* tiles) {
       if constexpr (Bits == 4) {
         store_block<Bits>(low, tiles[tile] + block * kNt);
       } else {
-        uint32_t words[kNt][2];
         uint32_t halves[2][kNt];
         std::memcpy(halves[0], low, kBytes);
         std::memcpy(halves[1], low + at.n * 4, kBytes);
-        for (int n = 0; n < kNt; ++n) {
-          words[n][0] = halves[0][n];
-          words[n][1] = halves[1][n];
-        }
-        store_block<Bits>(words, tiles[tile] + block * kNt);
+        store_interleaved(halves[0], halves[1], tiles[tile] + block * kNt);
       }
     }
   }
@@ -191,16 +196,36 @@ void read_words_k_permuted(const TileAt& at, int k_tiles, Word<Bits>* const* til
     std::memcpy(to, from, 4 * static_cast<size_t>(at.real_n));
     std::fill(to + at.real_n, to + kNt, 0);
   }
+  using Vector __attribute__((vector_size(16))) = uint32_t;
+  constexpr int kHalves = kBlock / kPerWord;
   for (int64_t k = 0; k < std::min<int64_t>(at.k - at.k0, int64_t{k_tiles} * kKt); k += kBlock) {
-    Word<Bits> out[kNt] = {};
-    for (int i = 0; i < std::min<int64_t>(kBlock, at.k - at.k0 - k); ++i) {
-      const int64_t row = at.source.perm[at.k0 + k + i];
-      const uint32_t* in = words.get() + row / kPerWord * kNt;
-      const int shift = static_cast<int>(row % kPerWord) * Bits;
-      for (int n = 0; n < kNt; ++n)
-        out[n] |= static_cast<Word<Bits>>((in[n] >> shift) & ((1u << Bits) - 1)) << (Bits * i);
+    alignas(64) uint32_t halves[kHalves][kNt];
+    for (int half = 0; half < kHalves; ++half) {
+      const uint32_t* in[kPerWord];
+      int shift[kPerWord];
+      for (int i = 0; i < kPerWord; ++i) {
+        const int64_t channel = std::min(at.k0 + k + half * kPerWord + i, at.k - 1);
+        const int64_t row = at.source.perm[channel];
+        in[i] = words.get() + row / kPerWord * kNt;
+        shift[i] = static_cast<int>(row % kPerWord) * Bits;
+      }
+      for (int n = 0; n < kNt; n += 4) {
+        Vector out{};
+#pragma GCC unroll 8
+        for (int i = 0; i < kPerWord; ++i) {
+          Vector word;
+          std::memcpy(&word, in[i] + n, sizeof(word));
+          out |= ((word >> shift[i]) & ((1u << Bits) - 1)) << (Bits * i);
+        }
+        std::memcpy(halves[half] + n, &out, sizeof(out));
+      }
     }
-    store_block<Bits>(out, tiles[k / kKt] + k % kKt / kBlock * kNt);
+    Word<Bits>* to = tiles[k / kKt] + k % kKt / kBlock * kNt;
+    if constexpr (Bits == 4) {
+      store_block<Bits>(halves, to);
+    } else {
+      store_interleaved(halves[0], halves[1], to);
+    }
   }
 }
 
