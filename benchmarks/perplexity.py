@@ -301,7 +301,7 @@ def document(found: dict[str, str], results: Sequence[Result]) -> str:
         [
             "# Accuracy on a real model",
             paragraph(
-                f"""SmolLM2-135M-Instruct on the text that `tilefuse quantize --report` uses
+                f"""SmolLM2-135M-Instruct on the text that `tilefuse quantize` reports on
                 (`src/tilefuse/awq/texts/evaluation.txt`; AWQ was calibrated on the other one): {found["tokens"]} tokens
                 in rows of {ROW}. The model is the one of `make run`: a GGUF file whose linear layers are Q4_1, *already
                 quantised* to 4 bits with groups of 32 and float minima. All rows start from its weights, rounded to

@@ -105,6 +105,7 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     tf.set_num_threads(threads)
     # transformers asks for these, whoever has begun the group.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the machine's name resolves to
     # A file as meeting place: no port that could be taken.
     torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world)
     try:

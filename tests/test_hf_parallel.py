@@ -58,6 +58,7 @@ def work(rank: int, folder: str, world: int) -> None:
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the machine's name resolves to
     torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world)
     root = Path(folder)
     found: dict[str, Any] = {}

@@ -143,11 +143,16 @@ def quantize(
     device: Annotated[str, typer.Option(help="torch device to search on.")] = "cpu",
     shard_gb: Annotated[float, typer.Option(help="Largest size of a file, in GB.")] = 5.0,
     resume: Annotated[bool, typer.Option(help="Go on from an interrupted run.")] = True,
-    report: Annotated[bool, typer.Option("--report", help="Measure perplexity before and after.")] = False,
-    text: Annotated[Path | None, typer.Option(help="A text for --report, in place of the built-in one.")] = None,
+    report: Annotated[
+        bool | None,
+        typer.Option("--report/--no-report", help="Measure perplexity before and after. On with awq, off with rtn."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text to measure perplexity on, in place of the built-in one.")
+    ] = None,
 ) -> None:
     """Quantise a full-precision checkpoint to 4 or 8 bits."""
-    # Not needed by the other commands; the report needs torch.
+    # Not needed by the other commands.
     from tilefuse.awq.command import run as run_quantize
 
     status = run_quantize(
@@ -158,7 +163,7 @@ def quantize(
         group=group,
         calibration=calibration,
         device=device,
-        shard_bytes=round(shard_gb * 1e9),
+        shard_gb=shard_gb,
         resume=resume,
         report=report,
         text=text,

@@ -35,6 +35,10 @@ class DtypeError(TileFuseError, TypeError):
     """An argument has a dtype or array type that is not taken."""
 
 
+class DiskSpaceError(TileFuseError, OSError):
+    """The disk has no room for what would be written; the message says how much is needed."""
+
+
 class DeviceError(TileFuseError, RuntimeError):
     """A device is not there, can't take the call, or failed."""
 

@@ -13,6 +13,7 @@ from tilefuse.awq.rounding import Rounding
 from tilefuse.awq.search import clipped, find_scales
 from tilefuse.awq.stream import StreamedModel, libraries
 from tilefuse.awq.text import calibration_text, rows
+from tilefuse.errors import QuantizationError
 from tilefuse.formats.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -93,6 +94,13 @@ class _Scaler:
         """Search, fold, clip and round; returns the tensors of the block."""
         torch, _ = libraries()
         with torch.no_grad():
+            for reader, x in self._inputs.items():
+                if not torch.isfinite(x).all():
+                    # Every comparison of errors would be false, and the searches would find nothing and not say so.
+                    raise QuantizationError(
+                        f"the inputs of '{self._prefix}.{reader}' are not finite on the calibration text: a weight "
+                        "before it is damaged or overflows"
+                    )
             tensors = self._fold()
             for reader, linears in _READERS.items():
                 x = self._inputs[reader]

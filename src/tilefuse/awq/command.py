@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tilefuse.awq.pipeline import Options, quantize_checkpoint
-from tilefuse.errors import FormatError, TileFuseError
+from tilefuse.errors import FormatError, QuantizationError, TileFuseError
 
 
 def run(
@@ -22,9 +23,9 @@ def run(
     group: int,
     calibration: Path | None,
     device: str,
-    shard_bytes: int,
+    shard_gb: float,
     resume: bool,
-    report: bool,
+    report: bool | None,
     text: Path | None,
 ) -> int:
     """The command with its options; returns its exit status.
@@ -32,13 +33,16 @@ def run(
     Raises:
         TileFuseError, OSError: As `quantize_checkpoint`.
     """
+    if not 0 < shard_gb < math.inf:
+        raise QuantizationError(f"--shard-gb = {shard_gb}: a positive number is needed")
+    evaluated = None if text is None else _read(text)  # before hours of work, not after
     options = Options(
         bits=bits,
         group=group,
         method=method,
         calibration=None if calibration is None else _read(calibration),
         device=device,
-        shard_bytes=shard_bytes,
+        shard_bytes=max(1, round(shard_gb * 1e9)),
     )
     console = Console(stderr=True)
     bar = Progress(
@@ -66,8 +70,8 @@ def run(
             if done.resumed:
                 details.append(f"{done.resumed} blocks from the interrupted run")
             sys.stdout.write(f"{done.path}: {', '.join(details)}\n")
-            if report:
-                _report(source, out, None if text is None else _read(text), device, progress)
+            if report or (report is None and method == "awq"):
+                _report(source, out, evaluated, device, progress)
         except ImportError as error:
             raise TileFuseError(str(error)) from None
         except KeyboardInterrupt:

@@ -56,9 +56,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         UnsupportedFormatError: There is none for its ``model_type``.
     """
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         hint = " (of a model with vision, take the text model alone: gemma3_text)" if kind == "gemma3" else ""
         raise UnsupportedFormatError(
             f"{where}: model_type {kind!r} is not quantised; taken: {', '.join(FAMILIES)}{hint}"
         )
-    return FAMILIES[str(kind)]
+    return FAMILIES[kind]

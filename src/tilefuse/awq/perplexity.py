@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from tilefuse.awq.stream import StreamedModel, Weights
 from tilefuse.awq.text import evaluation_text, rows
 from tilefuse.formats import open_checkpoint
 from tilefuse.formats.checkpoint import Checkpoint
+
+_LARGEST = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -65,4 +68,5 @@ def perplexity(
     count = len(model.blocks)
     hidden = model.hidden(ids, lambda index, block: progress(index + 1, count) if progress else None)
     found = model.log_likelihoods(hidden[:, :-1].reshape(-1, hidden.shape[-1]), ids[:, 1:].reshape(-1))
-    return Perplexity(math.exp(-float(found.mean())), found.numel())
+    mean = -float(found.mean())
+    return Perplexity(math.exp(mean) if mean < _LARGEST else math.inf, found.numel())

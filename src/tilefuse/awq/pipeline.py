@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import shutil
@@ -15,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefuse.awq.blocks import Block, BlockStore
-from tilefuse.awq.families import BLOCKS, LINEARS, Family, family_of
+from tilefuse.awq.checks import GROUPS, check, check_space
+from tilefuse.awq.families import BLOCKS, LINEARS
 from tilefuse.convert import fingerprint
-from tilefuse.errors import FormatError, QuantizationError, UnsupportedFormatError
+from tilefuse.errors import DiskSpaceError, FormatError, QuantizationError
 from tilefuse.formats import autoawq_writer, compressed_tensors_writer, open_checkpoint
 from tilefuse.formats.checkpoint import Checkpoint
 from tilefuse.formats.config import CONFIG
@@ -29,8 +31,6 @@ Array = npt.NDArray[Any]
 
 Progress = Callable[[str, int, int], None]
 """Called as (what is being done, blocks done, blocks in all)."""
-
-GROUPS = (128, 64, 32)
 
 _OTHER_FILES = (
     "*.json",
@@ -128,7 +128,8 @@ def quantize_checkpoint(
     Raises:
         UnsupportedFormatError: The model's architecture is not known, or the source is quantised already.
         QuantizationError: The group size does not divide the input channels of a layer, or a weight is not finite.
-        FormatError: The source is damaged or lacks a tensor.
+        FormatError: The source is damaged, lacks a file or a tensor, or its settings and tensors are not of one model.
+        DiskSpaceError: The disk has no room for the new checkpoint and the finished blocks.
         FileExistsError: ``out`` exists and is not an empty folder.
         ImportError: ``method="awq"`` without torch or transformers; the message says how to install them.
     """
@@ -137,57 +138,36 @@ def quantize_checkpoint(
     if source.is_file():
         raise FormatError(f"{source}: a file; the folder of a checkpoint is needed, config.json included")
     checkpoint = open_checkpoint(source)
-    family = _check(checkpoint, options)
-    count = _blocks(checkpoint)
-    work = out.with_name(out.name + ".partial")
+    family, count = check(checkpoint, options.bits, options.group)
+    place = out.resolve()
+    work = place.with_name(place.name + ".partial")
+    report = progress or (lambda what, done, total: None)
     store = BlockStore(work, _key(source, options), resume=resume)
     resumed = store.count()
-    report = progress or (lambda what, done, total: None)
+    try:
+        check_space(checkpoint, place, options.bits, options.group, options.shard_bytes, resumed, count)
+        if options.method == "awq":
+            from tilefuse.awq.activations import scale_blocks
 
-    if options.method == "awq":
-        from tilefuse.awq.activations import scale_blocks
-
-        scale_blocks(checkpoint, family, options, store, report)
-    else:
-        for index in range(count):
-            report("quantising", index, count)
-            if index not in store:
-                store.write(index, _rounded_block(checkpoint, index, options))
-    report("writing", count, count)
-    nbytes = _assemble(checkpoint, out, options, store, count)
+            scale_blocks(checkpoint, family, options, store, report)
+        else:
+            for index in range(count):
+                report("quantising", index, count)
+                if index not in store:
+                    store.write(index, _rounded_block(checkpoint, index, options))
+        report("writing", count, count)
+        nbytes = _assemble(checkpoint, place, options, store, count)
+    except BaseException as error:
+        done = store.count()
+        if not done:
+            shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            kept = f"; {done} of {count} blocks are in {work}, where the same command goes on" if done else ""
+            raise DiskSpaceError(f"{out}: no space left on the disk; free some{kept}") from error
+        raise
     shutil.rmtree(work, ignore_errors=True)
     source_nbytes = sum(checkpoint.tensor(name).nbytes for name in checkpoint.tensors())
     return Quantized(out, count * len(LINEARS), resumed, nbytes, source_nbytes)
-
-
-def _blocks(checkpoint: Checkpoint) -> int:
-    count = checkpoint.config.get("num_hidden_layers")
-    if type(count) is not int or count < 1:
-        raise FormatError(f"{checkpoint.path / CONFIG}: num_hidden_layers = {count!r} is not a positive integer")
-    return count
-
-
-def _check(checkpoint: Checkpoint, options: Options) -> Family:
-    """All that can be known to be wrong before the first block."""
-    where = str(checkpoint.path / CONFIG)
-    family = family_of(checkpoint.config, where)
-    quantized = [info.name for info in checkpoint.linears() if info.quantized]
-    if checkpoint.quantization or quantized:
-        raise UnsupportedFormatError(
-            f"{checkpoint.path} is quantised already ({checkpoint.format}); start from the full-precision checkpoint"
-        )
-    for index in range(_blocks(checkpoint)):
-        for linear in LINEARS:
-            info = checkpoint.info(f"{BLOCKS}.{index}.{linear}")
-            if options.group != -1 and info.k % options.group:
-                fitting = [group for group in GROUPS if info.k % group == 0]
-                raise QuantizationError(
-                    f"group = {options.group}: layer {info.name!r} has K = {info.k} input channels, not a multiple; "
-                    + (f"take a group size of {fitting[0]}" if fitting else "no group size that is taken divides it")
-                )
-            if info.n % 8:
-                raise QuantizationError(f"layer {info.name!r} has N = {info.n} output channels, not a multiple of 8")
-    return family
 
 
 def _key(source: Path, options: Options) -> str:
@@ -217,15 +197,18 @@ def quantize(
     name: str, w: Array, bias: Array | None, options: Options, scales: Literal["bfloat16", "float16"]
 ) -> QuantizedLinear:
     """One layer, w [K, N], rounded to nearest as ``options`` say."""
-    return quantize_linear(
-        w,
-        bits=options.bits,
-        group=options.group,
-        symmetric=options.bits == 8,
-        scale_dtype=scales,
-        name=name,
-        bias=bias,
-    )
+    try:
+        return quantize_linear(
+            w,
+            bits=options.bits,
+            group=options.group,
+            symmetric=options.bits == 8,
+            scale_dtype=scales,
+            name=name,
+            bias=bias,
+        )
+    except QuantizationError as error:
+        raise error if name in str(error) else QuantizationError(f"layer {name!r}: {error}") from None
 
 
 def encode(layer: QuantizedLinear) -> Block:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from tilefuse.awq.families import BLOCKS
 from tilefuse.errors import FormatError, UnsupportedFormatError
+from tilefuse.formats.config import CONFIG
 
 Array = npt.NDArray[Any]
 
@@ -44,6 +45,12 @@ def libraries() -> tuple[Any, Any]:
     return torch, transformers
 
 
+def said(error: Exception) -> str:
+    """The type and the first words of another library's error."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
 class StreamedModel:
     """A causal language model in float32 whose blocks are loaded before they run and dropped after.
 
@@ -57,6 +64,7 @@ class StreamedModel:
 
     Raises:
         ImportError: torch or transformers is not installed.
+        FormatError: transformers can't make a model of its configuration.
         UnsupportedFormatError: The model is built otherwise than the families that are known.
     """
 
@@ -68,11 +76,16 @@ class StreamedModel:
             torch.empty(0, device=self.device)
         except Exception as error:
             raise UnsupportedFormatError(f"device = {device!r} is not one that torch can use here: {error}") from None
-        config = transformers.AutoConfig.from_pretrained(folder)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config  # `weights` gives floats
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder)
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config  # `weights` gives floats
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except Exception as error:  # of any type, by what is wrong
+            raise FormatError(
+                f"{folder / CONFIG}: transformers can't make a model of it ({said(error)}); --method rtn does without"
+            ) from error
         model.eval()
         self.config, self._base = config, model.model
         base = self._base
@@ -157,7 +170,14 @@ class StreamedModel:
         return chosen - total
 
     def _assign(self, module: Any, prefix: str) -> None:
-        state = {name: self.tensor(f"{prefix}.{name}") for name in module.state_dict()}
+        state = {}
+        for name, value in module.state_dict().items():
+            state[name] = self.tensor(f"{prefix}.{name}")
+            if state[name].shape != value.shape:
+                raise FormatError(
+                    f"tensor '{prefix}.{name}' has shape {list(state[name].shape)}, and by config.json it has "
+                    f"{list(value.shape)}: they are not of one model"
+                )
         module.load_state_dict(state, assign=True)
         module.requires_grad_(False)
 

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tilefuse.awq.stream import libraries
+from tilefuse.awq.stream import libraries, said
 from tilefuse.errors import FormatError
 
 ROW = 512
@@ -33,11 +33,16 @@ def rows(folder: Path, text: str, length: int = ROW) -> Any:
     Every row starts as the tokenizer starts a text: models that expect a token there predict badly without it.
 
     Raises:
-        FormatError: The text has fewer than two tokens.
-        OSError: The folder has no tokenizer.
+        FormatError: The text has fewer than two tokens, or the folder has no tokenizer that can be read.
     """
     torch, transformers = libraries()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of any type, by what is missing or wrong
+        raise FormatError(
+            f"{folder}: no tokenizer that transformers can read, and a text needs one; copy the model's tokenizer "
+            f"files there (--method rtn without --report needs none). transformers says: {said(error)}"
+        ) from error
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]
     start = tokenizer("", add_special_tokens=True)["input_ids"]
     if tokenizer.eos_token_id is not None:
