@@ -3,12 +3,12 @@
     python benchmarks/loading.py            # some 40 s; writes docs/benchmarks/loading.md
     python benchmarks/loading.py --print    # prints only
 
-Method. A packed file of six layers, 184 MB, several times the last-level cache; every state has files of its own,
+Method. A packed file of four layers, 123 MB, larger than most last-level caches; every state has files of its own,
 because their places in memory count. `tf.gemv` goes through all layers, bfloat16, all threads; states and a probe that
 reads huge pages of this process take turns, every round starting with another state; medians over rounds and files. The
 share in huge pages is what the kernel says of the mapping (/proc/self/smaps). The first pass is that of a new
 `tilefuse.load`, which reads from the disk where the file is not in the page cache. Needs Linux, and a file system on a
-disk with 2.5 GB where temporary files go (TMPDIR).
+disk with 4 GB where temporary files go (TMPDIR).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from tilefuse.formats.safetensors_map import MappedFile
 from tilefuse.packed import PackedLinear
 from tilefuse.storage import PackedFile
 
-SHAPES = [(4096, 14336), (14336, 4096)] * 3
-FILES = 3
+SHAPES = [(4096, 14336), (14336, 4096)] * 2
+FILES = 6
 ROUNDS = 40
 
 _PIECE = 128 << 10  # what cp and most downloads write at once
@@ -222,16 +222,17 @@ EXPLANATION = "\n\n".join(
         paragraph,
         (
             """What `tf.load` does. By default it maps the file and asks for huge pages (`MADV_HUGEPAGE`), which costs
-            nothing: Linux then reads a file from the disk in pieces of 2 MiB where the file system keeps such pieces
-            in the page cache (ext4 from 6.16, XFS, Btrfs), and maps each by one entry. What is in the page cache
-            already stays as it came there: whether as huge pages is up to the program that wrote or read it.
-            `MADV_COLLAPSE`, which would move it, is refused on files by kernels that are built without
+            nothing. Where the file system keeps large pieces in the page cache (ext4 from Linux 6.16, XFS, Btrfs), the
+            kernel then reads what it does not have yet in pieces of 2 MiB, as far as it finds that much free in one
+            place, and maps each by one entry. What is in the page cache already stays as it came there.
+            `MADV_COLLAPSE`, which would move it, is refused on files by kernels built without
             `CONFIG_READ_ONLY_THP_FOR_FS`, as the one here is.""",
             """`tf.load(path, copy=True)` reads everything at once to anonymous memory in huge pages, one piece for all
-            layers. It depends on nothing but `MADV_HUGEPAGE`, takes the memory beside the page cache's, shares it with
-            no other process, and may be overwritten. Take it where weights are loaded once and decode for long; also
-            on older kernels, and on file systems that keep no huge pages. `tf.pack` without `out` allocates such
-            memory.""",
+            layers. For these the kernel makes room where it must, whatever the file system; so its speed is the most
+            dependable. It takes that memory beside the page cache's, shares it with no other process, and may be
+            overwritten. Take it where weights are loaded once and decode for long; the mapping, which is the default,
+            where several processes share a model, or memory is short. `tf.pack` without `out` allocates such memory,
+            too.""",
         ),
     )
 )
