@@ -16,6 +16,7 @@ pytest.importorskip("accelerate", reason="transformers needs accelerate for tens
 
 import tiny_models  # noqa: E402
 
+import tilefuse as tf  # noqa: E402
 from tilefuse import hf  # noqa: E402
 from tilefuse.awq import Options, quantize_checkpoint  # noqa: E402
 from tilefuse.errors import LayoutError, UnsupportedFormatError  # noqa: E402
@@ -81,6 +82,18 @@ def work(rank: int, folder: str, world: int) -> None:
     torch.distributed.destroy_process_group()
 
 
+def bytes_of_parts(path: Path, rank: int, *, whole: bool) -> int:
+    """Of the packed layers that a rank holds: outputs divided, but inputs of o and down; ``whole``: attention isn't."""
+    opened = tf.open_checkpoint(path)
+    total = 0
+    for info in opened.linears():
+        if info.quantized:
+            axis: Any = "in" if info.name.endswith(("o_proj", "down_proj")) else "out"
+            shard = None if whole and "self_attn" in info.name else (rank, WORLD)
+            total += tf.packed_nbytes(opened.linear(info.name), shard=shard, axis=axis if shard else None)
+    return total
+
+
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path: Path) -> None:
     paths = {kind: checkpoint(kind, bits, tmp_path) for kind, bits in CASES.items()}
@@ -100,6 +113,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
             label = "mistral whole" if kind == "mistral" else kind
             assert found[label][0] == tokens
             assert len(tokens) == TOKENS
+            assert found[label][1] == bytes_of_parts(paths[kind], rank, whole=kind == "mistral")
     for found in ranks:
         assert "num_key_value_heads = 3" in found["mistral"]
         assert "leave attention whole" in found["mistral"]
