@@ -161,6 +161,9 @@ inline void fused_group_bf16(const TileLayout& layout, const std::byte* tile, in
         multiply.template operator()<2>(unpacked...);
         multiply.template operator()<3>(unpacked...);
       };
+      if constexpr (kRowsHere <= 4) {
+        for (int64_t i = 0; i < 16 * kRowsHere; i += 64) prefetch(reinterpret_cast<const std::byte*>(from) + 512 + i);
+      }
       const auto at = [&](int v) {
         for (int i = 0; i < Unpack::kBytes; i += 64, later += 64) prefetch(later);
         return Unpack(codes + v * Unpack::kBytes, zeros[v]);

@@ -28,6 +28,10 @@ inline void prefetch_tail(const TileLayout& layout, const std::byte* tile) {
   for (int64_t at = layout.scale_offset; at < layout.tile_bytes; at += 64) prefetch(tile + at);
 }
 
+// The codes of an output tile drive the digits out of the L1 cache, and what waits for digits can't look ahead for
+// codes.
+constexpr int64_t kDigitsAhead = 3 * kKt;
+
 // Kernels that read a tile in another order, or more slowly than memory delivers it, prefetch the tile kTilesAhead of
 // theirs, each line as its counterpart is read. Hardware prefetchers stop at each 4 KiB page, a tile is about that.
 constexpr int64_t kTilesAhead = 2;
@@ -226,6 +230,10 @@ inline void tile_digits(const TileLayout& layout, const std::byte* tile, const D
   for (int g = 0; g < tile_groups; ++g) {
     const std::byte* codes = tile + int64_t{g} * blocks * kNt * layout.bits;
     const int8_t* digits = x.digits + (row * x.k + (first_group + g) * layout.tile_group) * kDigits;
+    for (int r = 0; r < kRowsHere; ++r) {
+      const auto* ahead = reinterpret_cast<const std::byte*>(digits + r * x.k * kDigits + kDigitsAhead);
+      for (int i = 0; i < layout.tile_group * kDigits; i += 64) prefetch(ahead + i);
+    }
     if (layout.bits == 4) {
       dots_w4<kRowsHere>(codes, blocks, digits, x.k * kDigits, &dots[0][g], kMaxGroups);
     } else {
