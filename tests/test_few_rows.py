@@ -1,7 +1,7 @@
 """Products of few rows on the CPU, where kernels split activations into integer digits: at the digits' bounds.
 
-Scales are powers of two and code differences have at most 8 bits, so weights are bfloat16 values and the float64 product
-is exact but for 2^-53: what is left is the kernels' own summing, K products in float32.
+Scales are powers of two and code differences have at most 8 bits, so weights are bfloat16 values and the float64
+product is exact but for 2^-53: what is left is the kernels' own summing, K products in float32.
 """
 
 from __future__ import annotations
