@@ -19,12 +19,13 @@ namespace {
 
 inline constexpr int kMaxGroupBlocks = kKt / kBlock;
 
-// One group of one row. Its dot product is sum_i scales[i] (D_i - z sums[i]), D_i the codes' with digit i, lowest
-// first.
+// One group of one row. Its dot product is low_scale (L - z low_sum) + high_scale (H - z high_sum), L and H those of
+// the codes with `low` and `high`.
 struct alignas(64) DigitGroup {
-  float scales[3];
-  float float_sums[3];  // sums, where they are exact: for 4-bit codes
-  int32_t sums[3];
+  float low_scale;
+  float high_scale;
+  int32_t low_sum;
+  int32_t high_sum;
   float x_sum;        // of x over the group
   int32_t low_count;  // blocks that have low digits, and which of the group these are
   uint8_t low_blocks[kMaxGroupBlocks];
@@ -33,10 +34,9 @@ struct alignas(64) DigitGroup {
 // What follows the digits of 4-bit codes. `high` of a block of 8 input channels is h0[8] h1[8], in the order 0 2 4 6
 // 1 3 5 7 in which codes come.
 struct ByteDigits {
-  static constexpr int kDigitsHere = 3;
   static constexpr int kHighBytes = 2 * kBlock;  // of a block
   static constexpr int kLowBytes = kBlock;
-  static constexpr float kBase[kDigitsHere] = {1.0F, 256.0F, 65536.0F};
+  static constexpr float kBase = 256.0F;
 
   // The power of two, as an exponent, that scales activations below 2^(exponent + 1): h1 would not hold 255 / 256 2^23.
   static int scale_exponent(uint32_t largest, int exponent) {
@@ -60,10 +60,9 @@ struct ByteDigits {
     sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
 
-  static void store_sums(const int32_t* s, int32_t* out) {
-    out[0] = s[4] + s[5];
-    out[1] = s[0] + s[1];
-    out[2] = s[2] + s[3];
+  static void store_sums(const int32_t* s, DigitGroup& group) {
+    group.low_sum = s[4] + s[5];
+    group.high_sum = s[0] + s[1] + 256 * (s[2] + s[3]);
   }
 
   static bool has_low(__m256i value) { return _mm256_testz_si256(value, _mm256_set1_epi32(255)) == 0; }
@@ -71,11 +70,10 @@ struct ByteDigits {
 
 // The same for 8-bit codes: `high` and `low` are int16 [8], input channels in their own order.
 struct WideDigits {
-  static constexpr int kDigitsHere = 2;
   static constexpr int kHighBytes = 2 * kBlock;
   static constexpr int kLowBytes = 2 * kBlock;
   static constexpr int kLowBits = 12;
-  static constexpr float kBase[3] = {1.0F, 1 << kLowBits, 0.0F};
+  static constexpr float kBase = 1 << kLowBits;
 
   static int scale_exponent(uint32_t /*largest*/, int exponent) { return 26 - exponent; }
 
@@ -93,10 +91,9 @@ struct WideDigits {
     sums = _mm256_add_epi32(sums, _mm256_madd_epi16(digits, _mm256_set1_epi16(1)));
   }
 
-  static void store_sums(const int32_t* s, int32_t* out) {
-    out[0] = s[4] + s[5] + s[6] + s[7];
-    out[1] = s[0] + s[1] + s[2] + s[3];
-    out[2] = 0;
+  static void store_sums(const int32_t* s, DigitGroup& group) {
+    group.low_sum = s[4] + s[5] + s[6] + s[7];
+    group.high_sum = s[0] + s[1] + s[2] + s[3];
   }
 
   static bool has_low(__m256i value) { return _mm256_testz_si256(value, _mm256_set1_epi32((1 << kLowBits) - 1)) == 0; }
@@ -174,7 +171,8 @@ bool write_digit_row(const MatmulArgs& args, int64_t row, const DigitMemory& at,
     const int up_exponent = largest == 0 ? 0 : Format::scale_exponent(largest, exponent);
     const float up = power_of_two(up_exponent);
     const float scale = power_of_two(-up_exponent);
-    for (int i = 0; i < 3; ++i) group.scales[i] = scale * (i < Format::kDigitsHere ? Format::kBase[i] : 0.0F);
+    group.low_scale = scale;
+    group.high_scale = scale * Format::kBase;
     group.low_count = 0;
     __m256i sums = _mm256_setzero_si256();
     __m256 inexact = _mm256_setzero_ps();
@@ -188,12 +186,9 @@ bool write_digit_row(const MatmulArgs& args, int64_t row, const DigitMemory& at,
     }
     alignas(32) int32_t lanes[8];
     _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sums);
-    Format::store_sums(lanes, group.sums);
-    group.x_sum = 0.0F;
-    for (int i = 2; i >= 0; --i) {
-      group.float_sums[i] = static_cast<float>(group.sums[i]);
-      group.x_sum += group.scales[i] * group.float_sums[i];
-    }
+    Format::store_sums(lanes, group);
+    group.x_sum =
+        group.high_scale * static_cast<float>(group.high_sum) + group.low_scale * static_cast<float>(group.low_sum);
     if (_mm256_movemask_ps(inexact) == 0) continue;
     for (int i = 0; i < count; ++i) {
       const float value = x[i] - static_cast<float>(_mm_cvtss_si32(_mm_set_ss(x[i] * up))) * scale;

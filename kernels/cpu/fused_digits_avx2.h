@@ -32,14 +32,18 @@ inline __m256i load_z8(const std::byte* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 
+// Beyond these bounds of folded zero points |q - z| is at least half of |z| for every code, and at most 510.
+inline constexpr float kLeastZero = -255.0F;
+inline constexpr float kMostZero = 510.0F;
+
 // Scales, zero points and what is left of minima, of 8 output channels in one group.
 struct Affine8 {
   __m256 scale;
   __m256i zero;
   __m256 rest;  // m + z s
 
-  // Minima fold into zero points of [least, most]: further out than any code they don't cancel.
-  Affine8(const TileLayout& layout, const std::byte* tile, int group, int n, float least, float most) {
+  // Minima fold into zero points of [kLeastZero, kMostZero].
+  Affine8(const TileLayout& layout, const std::byte* tile, int group, int n) {
     const int64_t at = static_cast<int64_t>(group) * kNt + n;
     scale = load_bf16_8(tile + layout.scale_offset + at * 2);
     if (layout.zero == ZeroKind::z8) {
@@ -50,7 +54,8 @@ struct Affine8 {
     // As fold_minimum does; the order of operands makes 0 / 0 a bound.
     const __m256 m = load_bf16_8(tile + layout.zero_offset + at * 2);
     const __m256 exact = _mm256_div_ps(_mm256_sub_ps(_mm256_setzero_ps(), m), scale);
-    zero = _mm256_cvtps_epi32(_mm256_max_ps(_mm256_min_ps(exact, _mm256_set1_ps(most)), _mm256_set1_ps(least)));
+    zero =
+        _mm256_cvtps_epi32(_mm256_max_ps(_mm256_min_ps(exact, _mm256_set1_ps(kMostZero)), _mm256_set1_ps(kLeastZero)));
     rest = _mm256_fmadd_ps(_mm256_cvtepi32_ps(zero), scale, m);
   }
 };
@@ -62,28 +67,14 @@ inline void add_group(const TileLayout& layout, const Affine8& affine, __m256 do
   _mm256_storeu_ps(acc, _mm256_fmadd_ps(dot, affine.scale, sum));
 }
 
-// D_i, z S_i and their difference are integers below 2^24 here, so floats hold them exactly.
-inline __m256 dot_w4(__m256 zero, const __m256i (&dots)[3], const DigitGroup& x) {
-  __m256 sum;
-  for (int i = 0; i < 3; ++i) {
-    const __m256 d = _mm256_fnmadd_ps(zero, _mm256_set1_ps(x.float_sums[i]), _mm256_cvtepi32_ps(dots[i]));
-    const __m256 scale = _mm256_set1_ps(x.scales[i]);
-    sum = i == 0 ? _mm256_mul_ps(d, scale) : _mm256_fmadd_ps(d, scale, sum);
-  }
-  return sum;
-}
-
-// |D_i - z S_i| is at most 510 2^15 128 < 2^31. What converting it to float rounds away is less than 2^-24 of
+// |D - z S| is at most 510 2^15 128 < 2^31. What converting it to float rounds away is less than 2^-24 of
 // sum |q - z| |x|, as |low| and |kBase high| are at most about |x / scale|.
-inline __m256 dot_w8(__m256i zero, const __m256i (&dots)[2], const DigitGroup& x) {
-  __m256 sum;
-  for (int i = 0; i < 2; ++i) {
-    const __m256i correction = _mm256_mullo_epi32(zero, _mm256_set1_epi32(x.sums[i]));
-    const __m256 d = _mm256_cvtepi32_ps(_mm256_sub_epi32(dots[i], correction));
-    const __m256 scale = _mm256_set1_ps(x.scales[i]);
-    sum = i == 0 ? _mm256_mul_ps(d, scale) : _mm256_fmadd_ps(d, scale, sum);
-  }
-  return sum;
+inline __m256 dot_of_digits(__m256i zero, __m256i high, __m256i low, const DigitGroup& x) {
+  const auto corrected = [&](__m256i dot, int32_t sum) {
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(dot, _mm256_mullo_epi32(zero, _mm256_set1_epi32(sum))));
+  };
+  return _mm256_fmadd_ps(corrected(high, x.high_sum), _mm256_set1_ps(x.high_scale),
+                         _mm256_mul_ps(corrected(low, x.low_sum), _mm256_set1_ps(x.low_scale)));
 }
 
 // Makes the compiler add in the order written: left to itself it forms trees that keep many more registers live.
@@ -121,6 +112,12 @@ inline void add_w4(__m256i& sum, const Nibbles& q, __m256i d_low, __m256i d_high
 }
 
 constexpr int kBlocksIn16Bits = 4;
+
+// dot + sums[0] + 256 sums[1], widened.
+inline __m256i add_high(__m256i dot, const __m256i (&sums)[2]) {
+  const __m256i wide = _mm256_madd_epi16(sums[1], _mm256_set1_epi16(256));
+  return _mm256_add_epi32(_mm256_add_epi32(dot, wide), _mm256_madd_epi16(sums[0], _mm256_set1_epi16(1)));
+}
 
 // dots[64] = codes times the lowest digits.
 inline void low_dots_w4(const std::byte* codes, const int8_t* digits, const DigitGroup& x, int32_t* dots) {
@@ -180,11 +177,9 @@ inline void group_w4(const GroupOperands<kRowsHere>& op, float* acc) {
   const std::byte* ahead = op.codes + kTilesAhead256 * op.layout.tile_bytes;
   for (int n = 0; n < kNt; n += 8 * kVectors) {
     const std::byte* codes = op.codes + n * 4;
-    __m256i dots[kRowsHere][kVectors][3];
+    __m256i dots[kRowsHere][kVectors];
     for (auto& row : dots) {
-      for (auto& vector : row) {
-        for (__m256i& d : vector) d = _mm256_setzero_si256();
-      }
+      for (__m256i& d : row) d = _mm256_setzero_si256();
     }
     for (int kb = 0; kb < blocks; kb += kBlocksIn16Bits) {
       __m256i sums[kRowsHere][kVectors][kHigh];
@@ -209,22 +204,88 @@ inline void group_w4(const GroupOperands<kRowsHere>& op, float* acc) {
         }
       }
       for (int r = 0; r < kRowsHere; ++r) {
-        for (int v = 0; v < kVectors; ++v) {
-          for (int i = 0; i < kHigh; ++i) {
-            const __m256i wide = _mm256_madd_epi16(sums[r][v][i], _mm256_set1_epi16(1));
-            dots[r][v][1 + i] = _mm256_add_epi32(dots[r][v][1 + i], wide);
-          }
-        }
+        for (int v = 0; v < kVectors; ++v) dots[r][v] = add_high(dots[r][v], sums[r][v]);
       }
     }
     for (int v = 0; v < kVectors; ++v) {
       const int at = n + v * 8;
-      const Affine8 affine(op.layout, op.tile, op.group, at, -kMaxFoldedZero, kMaxFoldedZero);
-      const __m256 zero = _mm256_cvtepi32_ps(affine.zero);
+      const Affine8 affine(op.layout, op.tile, op.group, at);
       for (int r = 0; r < kRowsHere; ++r) {
-        dots[r][v][0] = _mm256_load_si256(reinterpret_cast<const __m256i*>(low[r] + at));
-        add_group(op.layout, affine, dot_w4(zero, dots[r][v], *op.x[r]), *op.x[r], acc + r * kNt + at);
+        const __m256i low_dot = _mm256_load_si256(reinterpret_cast<const __m256i*>(low[r] + at));
+        const __m256 dot = dot_of_digits(affine.zero, dots[r][v], low_dot, *op.x[r]);
+        add_group(op.layout, affine, dot, *op.x[r], acc + r * kNt + at);
       }
+    }
+  }
+}
+
+// Loads cache lines in the order of memory before they are used in another: hardware prefetchers follow that best. On
+// Zen 4 prefetch instructions, for these lines or later ones, made reading from memory slower instead.
+inline void load_lines(const std::byte* p, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) {
+    __m128i line;
+    asm volatile("vmovdqa %1, %0" : "=x"(line) : "m"(*reinterpret_cast<const __m128i*>(p + at)));
+  }
+}
+
+// dots[64] = codes times the high digits, one row.
+inline void high_dots_w4(const std::byte* codes, int blocks, const int8_t* digits, int32_t* dots) {
+  constexpr int kVectors = 4;
+  for (int kb = 0; kb < blocks; kb += kBlocksIn16Bits) {
+    load_lines(codes + kb * (kNt * 4), kBlocksIn16Bits * kNt * 4);
+    for (int n = 0; n < kNt; n += 8 * kVectors) {
+      __m256i sums[kVectors][2];
+      for (auto& vector : sums) vector[0] = vector[1] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+      for (int b = kb; b < kb + kBlocksIn16Bits; ++b) {
+        const int8_t* d = digits + b * ByteDigits::kHighBytes;
+        const __m256i d0 = broadcast_4(d);
+        const __m256i d1 = broadcast_4(d + 4);
+        const __m256i d2 = broadcast_4(d + 8);
+        const __m256i d3 = broadcast_4(d + 12);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          const Nibbles q = load_w4(codes + b * (kNt * 4) + n * 4 + v * 32);
+          add_w4(sums[v][0], q, d0, d1);
+          add_w4(sums[v][1], q, d2, d3);
+        }
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        auto* out = reinterpret_cast<__m256i*>(dots + n + v * 8);
+        const __m256i before = kb == 0 ? _mm256_setzero_si256() : _mm256_load_si256(out);
+        _mm256_store_si256(out, add_high(before, sums[v]));
+      }
+    }
+  }
+}
+
+// One row and tile, in the order of memory: all codes, then what follows them.
+inline void tile_w4(const TileRun& run, int64_t kt, const DigitRow& x, float* acc) {
+  const TileLayout& layout = *run.layout;
+  const std::byte* tile = run.tiles + kt * layout.tile_bytes;
+  const int groups = layout.groups_per_tile();
+  const int blocks = layout.tile_group / kBlock;
+  alignas(32) int32_t high[4][kNt];
+  alignas(32) int32_t low[4][kNt];
+  const DigitGroup* group = x.groups + kt * groups;
+  const int8_t* high_digits = x.high + kt * kKt / kBlock * ByteDigits::kHighBytes;
+  const int8_t* low_digits = x.low + kt * kKt / kBlock * ByteDigits::kLowBytes;
+  for (int g = 0; g < groups; ++g) {
+    const std::byte* codes = tile + g * blocks * (kNt * 4);
+    high_dots_w4(codes, blocks, high_digits + g * blocks * ByteDigits::kHighBytes, high[g]);
+  }
+  load_lines(tile + layout.scale_offset, layout.tile_bytes - layout.scale_offset);
+  for (int g = 0; g < groups; ++g) {
+    const std::byte* codes = tile + g * blocks * (kNt * 4);
+    low_dots_w4(codes, low_digits + g * blocks * ByteDigits::kLowBytes, group[g], low[g]);
+  }
+  for (int g = 0; g < groups; ++g) {
+    for (int n = 0; n < kNt; n += 8) {
+      const Affine8 affine(layout, tile, g, n);
+      const __m256 dot = dot_of_digits(affine.zero, _mm256_load_si256(reinterpret_cast<const __m256i*>(high[g] + n)),
+                                       _mm256_load_si256(reinterpret_cast<const __m256i*>(low[g] + n)), group[g]);
+      add_group(layout, affine, dot, group[g], acc + n);
     }
   }
 }
@@ -275,11 +336,11 @@ inline void group_w8(const GroupOperands<kRowsHere>& op, float* acc) {
         for (int r = 0; r < kRowsHere; ++r) sums[r][v] = _mm256_add_epi32(sums[r][v], _mm256_madd_epi16(w, d[r]));
       }
     }
-    // Beyond these bounds |q - z| is at least half of |z| for every code, and at most 510.
-    const Affine8 affine(op.layout, op.tile, op.group, n, -255.0F, 510.0F);
+    const Affine8 affine(op.layout, op.tile, op.group, n);
     for (int r = 0; r < kRowsHere; ++r) {
-      const __m256i dots[2] = {low_dots_w8(codes, op.low[r], *op.x[r]), sum_quads(sums[r])};
-      add_group(op.layout, affine, dot_w8(affine.zero, dots, *op.x[r]), *op.x[r], acc + r * kNt + n);
+      const __m256i low = low_dots_w8(codes, op.low[r], *op.x[r]);
+      const __m256 dot = dot_of_digits(affine.zero, sum_quads(sums[r]), low, *op.x[r]);
+      add_group(op.layout, affine, dot, *op.x[r], acc + r * kNt + n);
     }
   }
 }
@@ -348,11 +409,15 @@ void fused_digits_avx2(const TileRun& run, const std::byte* digits, int rows, fl
   for (int r = 0; r < rows; ++r) x[r] = digit_row(at, digits, r);
   for (int64_t kt = 0; kt < layout.k_tiles_used(); ++kt) {
     const std::byte* tile = run.tiles + kt * layout.tile_bytes;
-    for (int g = 0; g < layout.groups_per_tile(); ++g) {
-      const int done = rows_of_group<2>(run, kt, g, x, 0, rows, acc);
-      rows_of_group<1>(run, kt, g, x, done, rows, acc);
+    if (rows == 1 && layout.bits == 4) {
+      tile_w4(run, kt, x[0], acc);
+    } else {
+      for (int g = 0; g < layout.groups_per_tile(); ++g) {
+        const int done = rows_of_group<2>(run, kt, g, x, 0, rows, acc);
+        rows_of_group<1>(run, kt, g, x, done, rows, acc);
+      }
+      prefetch_affine(layout, tile);
     }
-    prefetch_affine(layout, tile);
     for (int r = 0; r < rows; ++r) {
       for (; x[r].rests->k < (kt + 1) * kKt; ++x[r].rests) {
         add_rest_256(layout, tile, static_cast<int>(x[r].rests->k - kt * kKt), x[r].rests->value, acc + r * kNt);
