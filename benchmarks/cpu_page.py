@@ -59,10 +59,11 @@ def document(run: Run, plots: Sequence[tuple[str, str]]) -> str:
 
 
 ACCURACY = paragraph("""
-Largest over all cases. *Relative*: the Frobenius norm of y - x W over that of x W, float64 on the
-contender's own dequantised weights. *Gate*: largest and mean `|y - x W| / (|x| |W|)`, elementwise, which
-[numerics.md](../numerics.md) bounds for tilefuse. Formats that hold other weights than the checkpoint's are quantised
-again: their loss in that is not counted here. Up to 16 rows and 512 output channels of each case.""")
+Largest over all cases. *Relative*: the Frobenius norm of y - x W over that of x W, float64 on the contender's own
+dequantised weights. *Gate*: largest and mean `|y - x W| / (|x| |W|)`, elementwise, which
+[numerics.md](../numerics.md) bounds for tilefuse. Results are rounded to bfloat16 first, which most contenders
+return. Formats that hold other weights than the checkpoint's are quantised again: their loss in that is not counted
+here. Up to 16 rows and 512 output channels of each case.""")
 
 ALL_TIMES = paragraph("""
 Microseconds a product; at M = 1 with gigabytes of weights, scales and zero points a second, else
@@ -72,7 +73,8 @@ with 2 M K N operations in billions a second.""")
 TARGETS_TEXT = paragraph("""
 What the project wants of these kernels: W4 in groups of 128 with 16-bit activations unless said, in every case with
 such an M below. A row compares with the fastest peer of each case. In the tables after this one, what misses a target
-is set in bold. A ratio at M = 1 can't be larger than that of the DRAM bandwidth to what the peer reads a second.""")
+is set in bold. A ratio at M = 1 can't be larger than that of the DRAM bandwidth to what the peer reads a second.
+Packing has [a page of its own](packing.md).""")
 
 
 def short(peer: str) -> str:

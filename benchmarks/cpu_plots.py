@@ -20,6 +20,7 @@ LIBRARIES = {
     "zentorch": "#0e7490",
     "torch": "#94a3b8",
     "bitsandbytes": "#65a30d",
+    "gptqmodel": "#ca8a04",
     "llama.cpp": "#a78bfa",
     "ik_llama.cpp": "#6d28d9",
 }
@@ -128,10 +129,13 @@ def decode(run: Run) -> Any:
 
 
 def rows(run: Run) -> Any:
-    """Lines of operations a second over M, geometric means over shapes; a panel for each kind of activations."""
+    """Lines of operations a second over M, a panel for each kind of activations.
+
+    Geometric means over the shapes that were measured at every M.
+    """
     batches = run.rows()
-    shapes = run.shapes()
-    cases = [case for case in run.cases if all(run.at(case.shape, m) for m in batches)]
+    shapes = [shape for shape in run.shapes() if all(run.at(shape, m) for m in batches)]
+    cases = [case for case in run.cases if case.shape in shapes]
     if len(batches) < 2 or not cases:
         return None
     panels = [
@@ -162,7 +166,8 @@ def rows(run: Run) -> Any:
             f"{kind} peak, measured: {peak:.0f}", (batches[0], peak), (0, 4), textcoords="offset points", color=LIMIT
         )
         axes.set_xscale("log", base=2)
-        axes.set_xticks(batches, [str(m) for m in batches], rotation=45 if len(batches) > 8 else 0)
+        # Powers of two have room for their labels.
+        axes.set_xticks(batches, ["" if m & (m - 1) else str(m) for m in batches])
         axes.minorticks_off()
         axes.set_ylim(0, 1.12 * max([peak, *(rate for name in names for _, rate in line(run, name, shapes, batches))]))
         axes.set_xlabel("rows M")
