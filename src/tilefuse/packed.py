@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefuse import _core, validation
-from tilefuse._buffers import address, aligned_empty
+from tilefuse._buffers import address, weights_empty
 from tilefuse.errors import DtypeError, LayoutError, QuantizationError, ShapeError
 from tilefuse.layout import ALIGNMENT, DEFAULT_COLUMNS, Layout, ZeroKind
 from tilefuse.quantized import CodeOrder, QuantizedLinear
@@ -145,7 +145,7 @@ def _rebuild(
 ) -> PackedLinear:
     """A layer from what pickle or copy made of its fields."""
     if address(data) % ALIGNMENT:
-        moved = aligned_empty(data.nbytes)
+        moved = weights_empty(data.nbytes)
         moved[:] = data
         data = moved
     return PackedLinear(name, layout, data, bias, perm, source)
@@ -218,7 +218,7 @@ def pack(
         q = _part(q, shard, axis)
     layout = packed_layout(q, columns)
     validation.check(q, {}, values=False)
-    data = aligned_empty(layout.nbytes) if out is None else out
+    data = weights_empty(layout.nbytes) if out is None else out
     if not data.flags.writeable:
         raise LayoutError(f"{_title(q)}: out is read-only; pass an array that can be written")
     packed = PackedLinear(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tilefuse import ops
-from tilefuse._buffers import aligned_empty
+from tilefuse._buffers import weights_empty
 from tilefuse.errors import ShapeError, TileFuseError
 from tilefuse.packed import PackedLinear
 from tilefuse.phases import Phases
@@ -144,7 +144,7 @@ class TileFuseLinear(nn.Module):
 def _rebuilt(name: str, tensors: dict[str, Any]) -> PackedLinear:
     spec = LayerSpec.from_json(name, json.loads(bytes(tensors["layout"].tolist())), "the state dict")
     given = tensors["packed"].detach().cpu().contiguous().numpy()
-    data = aligned_empty(given.nbytes)
+    data = weights_empty(given.nbytes)
     data[:] = given.reshape(-1).view(np.uint8)
     bias, perm = (tensors[key].detach().cpu().numpy().copy() if key in tensors else None for key in ("bias", "perm"))
     if (bias is not None, perm is not None) != (spec.bias, spec.perm):
