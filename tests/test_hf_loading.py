@@ -169,6 +169,31 @@ def test_heads(tmp_path: Path, rng: np.random.Generator) -> None:
         close(logits_of(model), logits_of(expected), *EXACT)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "smollm", "gemma2"])
+def test_heads_of_8_bits(architecture: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Half a scale off at most, each weight; the second start maps it; a tied embedding is what it was."""
+    language_models.make(tmp_path / "model", architecture, KINDS["awq-gemm"], rng)
+    plain = load(tmp_path / "model")
+    weights = plain.lm_head.weight.detach().numpy()
+    for _ in range(2):
+        with tilefuse.hf.options(head=8):
+            model, info = load(tmp_path / "model", output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        layer = model.lm_head.layer
+        assert (layer.layout.bits, layer.layout.group) == (8, 64)
+        # At most half a scale, and where scales were rounded down to bfloat16, 127 2^-8 of one at the largest weight;
+        # and 2^-9 of the weight, which comes back in bfloat16.
+        error = np.abs(layer.dequantize().astype(np.float32).T - weights)
+        scale = np.abs(weights).max(1, keepdims=True) / 127
+        assert (error <= scale * 1.0 + 2.0**-9 * np.abs(weights)).all()
+        assert torch.equal(model.get_input_embeddings().weight, plain.get_input_embeddings().weight)
+        assert len(packed(model)) == 4 * language_models.LAYERS + 1
+        ids = torch.tensor([[1, 17, 93]])
+        assert model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (1, 6)
+    with pytest.raises(TileFuseError, match="head is 4"), tilefuse.hf.options(head=4):
+        pass
+
+
 def test_registry_is_given_back() -> None:
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 

@@ -65,6 +65,42 @@ class CpuLayer:
 
 def environment(name: str, /) -> str | None: ...
 
+# --- bind_block.cpp ---
+
+class DecoderBlock:
+    def __init__(
+        self,
+        qkv: CpuLayer,
+        o: CpuLayer,
+        gate_up: CpuLayer,
+        down: CpuLayer,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        scale: float,
+        eps: list[float],
+        plus_one: bool,
+        activation: int,
+        /,
+    ) -> None: ...
+    def step(
+        self,
+        dtype: int,
+        x: int,
+        norm_in: int,
+        norm_post: int,
+        q_norm: int,
+        k_norm: int,
+        cos: int,
+        sin: int,
+        keys: int,
+        values: int,
+        length: int,
+        capacity: int,
+        y: int,
+        /,
+    ) -> None: ...
+
 # --- bind_matmul.cpp ---
 
 def matmul(

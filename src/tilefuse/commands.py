@@ -192,6 +192,9 @@ def generate(
         ),
     ] = "user",
     fuse: Annotated[bool, typer.Option(help="Multiply q, k and v as one, gate and up too.")] = True,
+    head: Annotated[
+        int, typer.Option(help="8 rounds an output head that is not quantised to 8 bits; 16 leaves it as it is.")
+    ] = 16,
     fallback: Annotated[
         str, typer.Option(help="For a layer that can't be packed: error, or dequantize it into torch.")
     ] = "error",
@@ -212,6 +215,7 @@ def generate(
         threads=threads,
         cache=cache,
         fuse=fuse,
+        head=head,
         fallback=fallback,
     )
     raise typer.Exit(status)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tilefuse.errors import LayoutError, QuantizationError
 from tilefuse.formats import Checkpoint, LinearInfo
 from tilefuse.layout import DEFAULT_COLUMNS, Layout, ZeroKind
+from tilefuse.quantize import quantize_linear
 from tilefuse.quantized import CodeOrder, QuantizedLinear
 from tilefuse.storage import LayerSpec
 
@@ -60,10 +61,12 @@ class Product:
     Attributes:
         name: Name of the packed layer: the checkpoint's, or that of the fused layer beside its parts.
         parts: Names of the checkpoint's layers in it.
+        bits: That a layer which is not quantised in the files is rounded to; 0 for quantised ones.
     """
 
     name: str
     parts: tuple[str, ...]
+    bits: int = 0
 
     @property
     def fused(self) -> bool:
@@ -140,8 +143,23 @@ def read(checkpoint: Checkpoint, product: Product) -> QuantizedLinear:
     Raises:
         FormatError, UnsupportedFormatError, QuantizationError: As in `Checkpoint.linear`.
     """
+    if product.bits:
+        weights = _weights(checkpoint, product)
+        return quantize_linear(
+            weights.T, bits=product.bits, group=_group(weights.shape[1]), symmetric=True, name=product.name
+        )
     parts = [checkpoint.linear(name) for name in product.parts]
     return parts[0] if len(parts) == 1 else concatenate(parts, product.name)
+
+
+def _weights(checkpoint: Checkpoint, product: Product) -> Array:
+    """[N, K], as stored."""
+    return checkpoint.tensor(f"{product.parts[0]}.weight")
+
+
+def _group(k: int) -> int:
+    """The largest group size that divides K, or K itself."""
+    return next((group for group in (128, 64, 32) if k % group == 0), k)
 
 
 def spec(checkpoint: Checkpoint, product: Product, columns: int = DEFAULT_COLUMNS) -> LayerSpec:
@@ -151,6 +169,11 @@ def spec(checkpoint: Checkpoint, product: Product, columns: int = DEFAULT_COLUMN
         LayoutError: The packed format cannot hold it.
         FormatError, UnsupportedFormatError, QuantizationError: As in `Checkpoint.linear`.
     """
+    if product.bits:
+        n, k = _weights(checkpoint, product).shape
+        return LayerSpec(
+            product.name, Layout(k, n, product.bits, _group(k), ZeroKind.Z8, columns), source="quantize_linear"
+        )
     parts = [checkpoint.linear(name) for name in product.parts]
     first = parts[0]
     zero = ZeroKind.Z8 if first.mins is None else ZeroKind.M16

@@ -94,7 +94,7 @@ def _cached(
     checkpoint: Checkpoint, products: Sequence[Product], folder: Path, columns: int, progress: Progress | None
 ) -> dict[str, PackedLinear]:
     contents = contents_hash(checkpoint, folder, progress)
-    how = [VERSION, FORMAT_VERSION, columns, [[product.name, *product.parts] for product in products]]
+    how = [VERSION, FORMAT_VERSION, columns, [[product.name, *product.parts, product.bits] for product in products]]
     key = sha256(json.dumps([contents, how]).encode())
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", checkpoint.path.name or "model")[:40]
     path = folder / f"{label}-{key[:32]}.tilefuse"

@@ -45,9 +45,17 @@ class Phases:
 
     def device(self, rows: int) -> str:
         """The device for a product of ``rows`` rows of activations; counts it."""
-        name = (self.prefill if rows >= self.min_rows else self.decode) or default_device()
-        self.calls["prefill" if rows > 1 else "decode", name] += 1
+        name = self.name(rows)
+        self.count(rows, name)
         return name
+
+    def name(self, rows: int) -> str:
+        """The device for a product of ``rows`` rows of activations."""
+        return (self.prefill if rows >= self.min_rows else self.decode) or default_device()
+
+    def count(self, rows: int, name: str, products: int = 1) -> None:
+        """Counts products of ``rows`` rows on device ``name``."""
+        self.calls["prefill" if rows > 1 else "decode", name] += products
 
     def set(self, other: Phases) -> None:
         """Takes the devices of ``other``; the layers that share this object follow."""

@@ -12,20 +12,13 @@
 #include <vector>
 
 #include "bindings.h"
+#include "cpu_layer.h"
 #include "matmul.h"
 
 namespace py = pybind11;
 
 namespace tilefuse {
 namespace {
-
-// What the kernels need of a layer, in one object; the layer that keeps it owns the memory.
-struct CpuLayer {
-  TileLayout layout;
-  const std::byte* weights;
-  const int32_t* perm;
-  const float* bias;
-};
 
 constexpr int64_t item_size(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 

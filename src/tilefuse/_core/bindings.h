@@ -3,6 +3,7 @@
 
 namespace tilefuse {
 
+void bind_block(pybind11::module_& m);    // decoder blocks, one token at a time
 void bind_call(pybind11::module_& m);     // matmul on plain arrays, in one call
 void bind_layout(pybind11::module_& m);   // pack, unpack
 void bind_matmul(pybind11::module_& m);   // matmul on packed tiles, CPU features, threads

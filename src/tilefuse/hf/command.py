@@ -26,6 +26,7 @@ def run(
     threads: int,
     cache: str,
     fuse: bool,
+    head: int,
     fallback: str,
 ) -> int:
     """The command with its options; returns its exit status.
@@ -66,6 +67,7 @@ def run(
             device=device,
             cache=where,
             fuse=fuse,
+            head=head,
             fallback=fallback,
         )
     ids = prompt_ids(loaded.tokenizer, prompt, chat=not raw)

@@ -22,6 +22,8 @@ class Options:
 
     device: str | None = None
     fuse: bool = True
+    blocks: bool = True
+    head: Literal[16, 8] = 16
     cache: Cache | Path = "user"
     fallback: Literal["error", "dequantize"] = "error"
     progress: Progress | None = None
@@ -53,6 +55,9 @@ def options(**changes: Any) -> Iterator[Options]:
         device: "cpu", "npu", "emulator", or "auto": each phase where it is estimated to be the fastest. None for
             `tilefuse.default_device()`, looked up at each product. `tilefuse.hf.set_device` changes it later.
         fuse: Whether q, k and v, and gate and up, are one product each (`tilefuse.fusion`).
+        blocks: Whether a decoder block of a known architecture is one call of C++ at one token (`tilefuse.hf.blocks`).
+        head: 8 rounds an output head that is not quantised to 8 bits, symmetric, and runs it on tilefuse; 16 leaves it
+            to torch. A tied embedding itself stays as it is.
         cache: Where packed weights are kept: "user" ($TILEFUSE_CACHE/packed or the user's cache folder), "beside" (the
             folder ``.tilefuse`` in the checkpoint's), "off" or a folder.
         fallback: What to do about a layer that the packed format can't hold: "error", or "dequantize", which makes it a
@@ -68,6 +73,8 @@ def options(**changes: Any) -> Iterator[Options]:
             raise TileFuseError(f"option {name!r}: there are {', '.join(known)}")
         if name == "fallback" and value not in ("error", "dequantize"):
             raise TileFuseError(f"fallback is {value!r}: pass 'error' or 'dequantize'")
+        if name == "head" and value not in (8, 16):
+            raise TileFuseError(f"head is {value!r}: pass 16 to leave the output head as it is, or 8 for 8 bits")
         if name == "cache" and not isinstance(value, Path) and value not in ("user", "beside", "off"):
             raise TileFuseError(f"cache is {value!r}: pass 'user', 'beside', 'off' or a pathlib.Path")
     token = _CURRENT.set(replace(_CURRENT.get(), **changes))

@@ -21,7 +21,7 @@ from tilefuse.errors import FormatError, LayoutError, UnsupportedFormatError
 from tilefuse.formats import Checkpoint, open_checkpoint
 from tilefuse.formats.checkpoint import METHODS
 from tilefuse.fusion import Product
-from tilefuse.hf import parallel
+from tilefuse.hf import blocks, parallel
 from tilefuse.hf.linear import FusedLinear, FusedPart, TileFuseLinear
 from tilefuse.hf.options import Options, current
 from tilefuse.packcache import packed_layers
@@ -94,8 +94,13 @@ class TileFuseQuantizer(HfQuantizer):
         names = _packable(checkpoint, list(self._paths), opened)
         self._dense = [name for name in self._paths if name not in set(names)]
         self._products = fusion.products(checkpoint, names, fuse=opened.fuse)
+        if opened.head == 8:
+            self._products += _head(model, checkpoint, self._paths)
         patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+        tied = getattr(model, "all_tied_weights_keys", {})
         for name, path in self._paths.items():
+            if f"{path}.weight" in tied:  # transformers ties it before it goes
+                continue
             linear = model.get_submodule(path)
             model.set_submodule(path, _Pending(linear))
             suffixes = "|".join(_SUFFIXES)
@@ -108,6 +113,8 @@ class TileFuseQuantizer(HfQuantizer):
         assert checkpoint is not None
         self._checkpoint = None
         if parallel.world_of(model) > 1:
+            if opened.head == 8:
+                raise LayoutError("head=8 is not done under tensor parallelism: load it without one of them")
             if self._dense:
                 raise LayoutError(
                     f"layer {self._dense[0]!r} would run in torch, which is not done under tensor parallelism: load it "
@@ -121,6 +128,8 @@ class TileFuseQuantizer(HfQuantizer):
             _place(model, product, layers[product.name], self._paths, phases)
         for name in self._dense:
             model.set_submodule(self._paths[name], _dense(checkpoint, name, model.dtype))
+        if opened.blocks:
+            blocks.install(model)
         return model
 
     def is_serializable(self) -> bool:
@@ -227,6 +236,28 @@ def _packable(checkpoint: Checkpoint, names: list[str], opened: Options) -> list
         else:
             fit.append(name)
     return fit
+
+
+def _head(model: nn.Module, checkpoint: Checkpoint, paths: dict[str, str]) -> list[Product]:
+    """The output head as a product of 8 bits, where it is a plain layer; ``paths`` is told its place."""
+    head = model.get_output_embeddings()
+    path = next((path for path, module in model.named_modules() if module is head), "")
+    if type(head) is not nn.Linear or head.bias is not None or path in paths.values():
+        return []
+    key = f"{path}.weight"
+    wanted = getattr(model, "all_tied_weights_keys", {}).get(key, key)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+    state = model.state_dict()
+    for tensor in checkpoint.tensors():
+        found, _ = rename_source_key(tensor, renamings, [], model.base_model_prefix, state)
+        if found == wanted and tensor.endswith(".weight"):
+            shape = checkpoint.tensor(tensor).shape
+            if shape != (head.out_features, head.in_features):
+                return []  # what is wrong with it, transformers says
+            paths[path] = path
+            return [Product(path, (tensor.removesuffix(".weight"),), bits=8)]
+    return []
 
 
 # --- after ------------------------------------------------------------------------------------------------------------

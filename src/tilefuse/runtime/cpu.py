@@ -56,6 +56,12 @@ def _native_of(layer: PackedLinear) -> tuple[Any, int, int, int]:
     return state
 
 
+def native_call(layer: PackedLinear) -> Any:
+    """The layer as C++ holds it, `_core.CpuLayer`; it must not outlive the layer."""
+    _native_of(layer)
+    return layer.__dict__["_cpu_direct"]
+
+
 class CpuDevice:
     """Multiplies on the CPU at the best instruction set it has; multi-threaded, without the GIL.
 

@@ -1,0 +1,7 @@
+#include "block_ops_impl.h"
+
+namespace tilefuse {
+
+const BlockOps& block_ops_avx512() { return kOps; }
+
+}  // namespace tilefuse

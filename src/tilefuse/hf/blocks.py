@@ -1,0 +1,244 @@
+"""Decoder blocks at one token, in one call of C++ in place of dozens of torch, which cost as much as the weights.
+
+The modules stay what they are: a block's ``forward`` is replaced on the instance, and takes the short way only where
+its result is the long way's, rounding by rounding: one token of one sequence, on the CPU, with a `DynamicCache` that
+grows, no mask, no gradient, no hooks. Anything else goes through transformers' own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from tilefuse import _core
+from tilefuse.hf.linear import FusedLinear, FusedPart, TileFuseLinear
+from tilefuse.runtime import is_direct_cpu
+from tilefuse.runtime.cpu import native_call
+
+BLOCKS: Mapping[str, bool] = {
+    "transformers.models.gemma.modeling_gemma.GemmaDecoderLayer": True,
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer": False,
+    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": False,
+    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": False,
+    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": False,
+}
+"""Blocks of the known shape -> whether their norms multiply by one plus the weight."""
+
+_ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
+"""As in block_ops.h."""
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_ARGUMENTS = frozenset(
+    {
+        "attention_mask",
+        "cache",
+        "cache_position",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "use_cache",
+    }
+)
+
+ROOM = 128
+"""Tokens that a cache grows by."""
+
+
+class _Room:
+    """Keys and values with room for more tokens; what the cache holds are views of its beginning."""
+
+    __slots__ = ("keys", "keys_view", "values", "values_view")
+
+    def __init__(self, layer: Any, length: int) -> None:
+        heads, d = layer.keys.shape[1], layer.keys.shape[3]
+        capacity = (length + length // 4 + ROOM) // ROOM * ROOM
+        self.keys = layer.keys.new_empty((1, heads, capacity, d))
+        self.values = layer.values.new_empty((1, heads, capacity, d))
+        self.keys[:, :, :length] = layer.keys
+        self.values[:, :, :length] = layer.values
+        self.keys_view, self.values_view = layer.keys, layer.values
+
+    @staticmethod
+    def of(layer: Any, length: int) -> _Room:
+        """That of a layer of the cache. Whatever else changed its tensors replaced them, and so ends the room."""
+        room = layer.__dict__.get("_tilefuse_room")
+        if (
+            type(room) is _Room
+            and layer.keys is room.keys_view
+            and layer.values is room.values_view
+            and length < room.keys.shape[2]
+        ):
+            return room
+        room = layer.__dict__["_tilefuse_room"] = _Room(layer, length)
+        return room
+
+    def grow(self, layer: Any, length: int) -> None:
+        """Shows ``length`` tokens."""
+        self.keys_view = layer.keys = self.keys[:, :, :length]
+        self.values_view = layer.values = self.values[:, :, :length]
+
+
+class BlockForward:
+    """``forward`` of a block."""
+
+    def __init__(self, block: nn.Module, plus_one: bool) -> None:
+        self.block, self.plus_one = block, plus_one
+        self._native: tuple[tuple[Any, ...], Any] | None = None
+        attention, mlp = block.self_attn, block.mlp
+        self.parts: tuple[Any, ...] = tuple(_parts(block))
+        self.linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        self.norms = (block.input_layernorm, block.post_attention_layernorm)
+        self.head_norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_native": None}
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not args and not torch.compiler.is_compiling():
+            y = self._step(hidden_states, kwargs)
+            if y is not None:
+                return y
+        return type(self.block).forward(self.block, hidden_states, *args, **kwargs)
+
+    def _step(self, x: Tensor, given: dict[str, Any]) -> Tensor | None:
+        """The block's output for one token, or None where the long way has to be taken."""
+        kind = _DTYPES.get(x.dtype)
+        cache: Any = given.get("cache")
+        if cache is None:
+            cache = given.get("past_key_values")
+        attention = self.block.self_attn
+        index = attention.layer_idx
+        if (
+            type(x) is not Tensor
+            or kind is None
+            or x.shape[:-1] != (1, 1)
+            or not x.is_contiguous()
+            or x.device.type != "cpu"
+            or (torch.is_grad_enabled() and x.requires_grad)
+            or given.get("attention_mask") is not None
+            or not given.keys() <= _ARGUMENTS
+            or type(cache) is not DynamicCache
+            or index >= len(cache.layers)
+            or self.block.training
+            or torch.is_autocast_enabled("cpu")
+            or attention.config._attn_implementation != "sdpa"
+        ):
+            return None
+        layer = cache.layers[index]
+        if type(layer) is not DynamicLayer or not layer.is_initialized or layer.keys.dim() != 4:
+            return None
+        phases = self.linears[0].phases
+        device = phases.name(1)
+        if not is_direct_cpu(device) or not self._as_built():
+            return None
+        vectors: list[Any] = [norm.weight if norm is not None else None for norm in (*self.norms, *self.head_norms)]
+        vectors += given["position_embeddings"]
+        d = attention.head_dim
+        for vector in vectors:
+            if vector is not None and (
+                vector.dtype is not x.dtype or vector.device.type != "cpu" or not vector.is_contiguous()
+            ):
+                return None
+        batch, heads, length, size = layer.keys.shape
+        if batch != 1 or size != d or layer.keys.dtype is not x.dtype or layer.values.shape != layer.keys.shape:
+            return None
+        if (
+            vectors[-1].numel() != d
+            or vectors[-2].numel() != d
+            or heads * attention.num_key_value_groups * d != (self.linears[1].in_features)
+        ):
+            return None
+        native = self._block()
+        room = _Room.of(layer, length)
+        y = torch.empty_like(x)
+        native.step(
+            kind,
+            x.data_ptr(),
+            *[0 if vector is None else vector.data_ptr() for vector in vectors],
+            room.keys.data_ptr(),
+            room.values.data_ptr(),
+            length,
+            room.keys.shape[2],
+            y.data_ptr(),
+        )
+        room.grow(layer, length + 1)
+        phases.count(1, device, len(self.linears))
+        return y
+
+    def _as_built(self) -> bool:
+        """Whether no part was replaced, as adapters do, or is watched by a hook."""
+        for children, name, part in self.parts:
+            if children.get(name) is not part or part._forward_hooks or part._forward_pre_hooks:
+                return False
+        return True
+
+    def _block(self) -> Any:
+        layers = tuple(linear.layer for linear in self.linears)
+        if self._native is not None and all(a is b for a, b in zip(self._native[0], layers, strict=True)):
+            return self._native[1]
+        attention = self.block.self_attn
+        d = attention.head_dim
+        heads = self.linears[1].in_features // d
+        native = _core.DecoderBlock(
+            native_call(layers[0]),
+            native_call(layers[1]),
+            native_call(layers[2]),
+            native_call(layers[3]),
+            heads,
+            heads // attention.num_key_value_groups,
+            d,
+            attention.scaling,
+            [_epsilon(norm) for norm in (*self.norms, *self.head_norms)],
+            self.plus_one,
+            _ACTIVATIONS[type(self.block.mlp.act_fn).__name__],
+        )
+        self._native = layers, native
+        return native
+
+
+def _epsilon(norm: nn.Module | None) -> float:
+    if norm is None:
+        return 0.0
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
+
+
+def _parts(block: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Module]]:
+    """What the short way stands for: where each module is held, its name there, and itself."""
+    for parent in (block, block.self_attn, block.mlp):
+        for name, part in parent._modules.items():
+            if part is not None:
+                yield parent._modules, name, part
+
+
+def install(model: nn.Module) -> int:
+    """Gives the blocks of a model that have the known shape the short way; returns how many.
+
+    Args:
+        model: A model whose packed layers are in their places.
+    """
+    count = 0
+    for block in model.modules():
+        kind = f"{type(block).__module__}.{type(block).__qualname__}"
+        if kind in BLOCKS and _fits(block):
+            block.forward = BlockForward(block, BLOCKS[kind])
+            count += 1
+    return count
+
+
+def _fits(block: nn.Module) -> bool:
+    attention, mlp = block.self_attn, block.mlp
+    fused = (getattr(attention, "qkv_proj", None), getattr(mlp, "gate_up_proj", None))
+    whole = (attention.o_proj, mlp.down_proj)
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
+    return (
+        all(type(module) is FusedLinear for module in fused)
+        and all(type(module) is TileFuseLinear for module in whole)
+        and all(type(module) is FusedPart for module in parts)
+        and type(mlp.act_fn).__name__ in _ACTIVATIONS
+        and attention.head_dim % 16 == 0
+    )
