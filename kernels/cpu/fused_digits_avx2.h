@@ -392,13 +392,13 @@ inline int rows_of_group(const TileRun& run, int64_t kt, int group, const DigitR
   return first;
 }
 
-constexpr int kMaxFewRows = 32;
+constexpr int kMaxFewRows = 64;
 
 // Panels in float don't scale each group's sums, so small groups make them the faster way from fewer rows on.
 inline int max_few_rows(const TileLayout& layout) {
-  if (layout.tile_group >= 64) return layout.bits == 4 || layout.tile_group == 128 ? kMaxFewRows : 16;
-  if (layout.bits == 8) return 8;
-  return layout.zero == ZeroKind::z8 ? 16 : 12;
+  if (layout.bits == 8) return layout.tile_group == 128 ? 12 : layout.tile_group == 64 ? 8 : 4;
+  if (layout.tile_group == 32) return layout.zero == ZeroKind::z8 ? 12 : 8;
+  return layout.tile_group == 128 ? kMaxFewRows : 48;
 }
 
 void fused_digits_avx2(const TileRun& run, const std::byte* digits, int rows, float* acc) {
