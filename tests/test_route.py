@@ -294,8 +294,8 @@ def test_no_memory_to_measure_with(cache: Path, monkeypatch: pytest.MonkeyPatch)
 def test_defaults() -> None:
     two, many = default_rates("avx2", 2), default_rates("avx2", 16)
     assert (two.bandwidth, many.bandwidth) == (24e9, 60e9)
-    assert two.w4[0] == (1, 56e9)
-    assert many.w8[-1] == (128, 16 * 80e9)
+    assert two.w4[0] == (1, 170e9)
+    assert many.w8[-1] == (128, 16 * 95e9)
     assert default_rates("unknown", 1).w4 == default_rates("portable", 1).w4
     for level in runtime.cpu_levels():
         assert (default_rates(level, 1).w4 != two.w4) or level == "avx2"

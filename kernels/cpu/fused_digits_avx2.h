@@ -8,6 +8,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
 
 #include "digits_avx2.h"
@@ -392,13 +393,12 @@ inline int rows_of_group(const TileRun& run, int64_t kt, int group, const DigitR
   return first;
 }
 
-constexpr int kMaxFewRows = 64;
-
 // Panels in float don't scale each group's sums, so small groups make them the faster way from fewer rows on.
 inline int max_few_rows(const TileLayout& layout) {
-  if (layout.bits == 8) return layout.tile_group == 128 ? 12 : layout.tile_group == 64 ? 8 : 4;
-  if (layout.tile_group == 32) return layout.zero == ZeroKind::z8 ? 12 : 8;
-  return layout.tile_group == 128 ? kMaxFewRows : 48;
+  if (layout.bits == 8) return layout.tile_group == 32 ? 4 : 8;
+  const bool minima = layout.zero == ZeroKind::m16;
+  if (layout.tile_group == 32) return minima ? 8 : 12;
+  return layout.tile_group == 64 || minima ? kMaxFewRows : INT_MAX;
 }
 
 void fused_digits_avx2(const TileRun& run, const std::byte* digits, int rows, float* acc) {

@@ -55,18 +55,35 @@ bool matmul_digits(const MatmulArgs& args, const MatmulKernels& kernels) {
   return true;
 }
 
+// Likewise, in a format of the level's own. Of a product of many rows some may have been written when one is refused.
 bool matmul_few(const MatmulArgs& args, const FewRowsKernels& kernels) {
   const int64_t row_bytes = kernels.row_bytes(args.layout);
-  std::byte* digits = t_activations.at_least(args.m * row_bytes);
-  std::atomic<bool> held{true};
-  // Writing one or two rows takes as long as waking a thread.
-  parallel_unless_small(args.m, args.m < 4 ? 0 : weight_bytes(args), [&](int64_t r) {
-    std::byte* scratch = t_tile.at_least(kernels.scratch_bytes(args.layout));
-    if (!kernels.write(args, r, digits + r * row_bytes, scratch)) held.store(false, std::memory_order_relaxed);
-  });
-  if (!held.load(std::memory_order_relaxed)) return false;
-  fused_over_tiles(args,
-                   [&](const TileRun& run, float* acc) { kernels.fused(run, digits, static_cast<int>(args.m), acc); });
+  const int64_t n_tiles = args.layout.n_tiles_used();
+  for (int64_t row0 = 0; row0 < args.m; row0 += kRowsPerChunk) {
+    const int64_t rows = std::min(kRowsPerChunk, args.m - row0);
+    const int64_t bytes = rows * weight_bytes(args);
+    std::byte* digits = t_activations.at_least(rows * row_bytes);
+    std::atomic<bool> held{true};
+    // Writing one or two rows takes as long as waking a thread.
+    parallel_unless_small(rows, rows < 4 ? 0 : bytes, [&](int64_t r) {
+      std::byte* scratch = t_tile.at_least(kernels.scratch_bytes(args.layout));
+      if (!kernels.write(args, row0 + r, digits + r * row_bytes, scratch)) held.store(false, std::memory_order_relaxed);
+    });
+    if (!held.load(std::memory_order_relaxed)) return false;
+    const int64_t parts = (rows + kMaxFewRows - 1) / kMaxFewRows;
+    const auto part_tile = [&](int64_t part, int64_t n_tile) {
+      const int64_t first = part * rows / parts;
+      const int64_t count = (part + 1) * rows / parts - first;
+      auto* acc = reinterpret_cast<float*>(t_tile.at_least(count * kNt * 4));
+      kernels.fused(run_of(args, n_tile), digits + first * row_bytes, static_cast<int>(count), acc);
+      for (int64_t r = 0; r < count; ++r) store_row(args, row0 + first + r, n_tile, acc + r * kNt);
+    };
+    if (parts == 1) {
+      parallel_tiles(args.layout, bytes, [&](int64_t n_tile) { part_tile(0, n_tile); });
+    } else {
+      parallel_unless_small(n_tiles * parts, bytes, [&](int64_t item) { part_tile(item / n_tiles, item % n_tiles); });
+    }
+  }
   return true;
 }
 

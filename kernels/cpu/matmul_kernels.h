@@ -86,7 +86,10 @@ struct PassKernels {
   void (*store_row)(const MatmulArgs& args, int64_t row, int64_t n_tile, const float* acc);
 };
 
-// Few rows as digits in a format of the level's own.
+// Rows that go through FewRowsKernels together at most.
+inline constexpr int kMaxFewRows = 64;
+
+// Rows as digits in a format of the level's own.
 struct FewRowsKernels {
   // Up to this many rows they are the faster way.
   int (*max_rows)(const TileLayout&);
@@ -95,7 +98,7 @@ struct FewRowsKernels {
   int64_t (*scratch_bytes)(const TileLayout&);
   // False if the row can't be held (as write_digits, activations.h).
   bool (*write)(const MatmulArgs& args, int64_t row, std::byte* digits, std::byte* scratch);
-  // `digits`: those of `rows` rows, one after the other. acc[rows][64] is overwritten.
+  // `digits`: those of `rows` rows, at most kMaxFewRows, one after the other. acc[rows][64] is overwritten.
   void (*fused)(const TileRun&, const std::byte* digits, int rows, float* acc);
 };
 
