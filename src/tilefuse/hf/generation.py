@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
@@ -76,6 +76,8 @@ def load(
         if progress is not None:
             progress(what, done, total)
 
+    with _quiet():  # imports the model's code, and with it a good deal of torch
+        MODEL_FOR_CAUSAL_LM_MAPPING.get(type(AutoConfig.from_pretrained(path)), None)
     start = time.perf_counter()
     with _quiet(), options(progress=report, **choices):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)

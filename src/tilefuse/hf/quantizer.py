@@ -98,14 +98,15 @@ class TileFuseQuantizer(HfQuantizer):
             self._products += _head(model, checkpoint, self._paths)
         patterns = set(model._keys_to_ignore_on_load_unexpected or ())
         tied = getattr(model, "all_tied_weights_keys", {})
+        places = set()
         for name, path in self._paths.items():
             if f"{path}.weight" in tied:  # transformers ties it before it goes
                 continue
-            linear = model.get_submodule(path)
-            model.set_submodule(path, _Pending(linear))
-            suffixes = "|".join(_SUFFIXES)
-            patterns |= {rf"^{re.escape(place)}\.(?:{suffixes})$" for place in {name, path}}
-        # On this instance: the files' tensors of these layers are no surprise.
+            model.set_submodule(path, _Pending(model.get_submodule(path)))
+            places |= {re.escape(name), re.escape(path)}
+        # On this instance: the files' tensors of these layers are no surprise. One pattern, since each takes a
+        # millisecond to compile.
+        patterns.add(rf"^(?:{'|'.join(sorted(places))})\.(?:{'|'.join(_SUFFIXES)})$")
         model._keys_to_ignore_on_load_unexpected = patterns
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
