@@ -17,7 +17,7 @@ cpp := $(shell find kernels src/tilefuse/_core src/tilefuse/_emu src/tilefuse/_x
 build_inputs := pyproject.toml CMakeLists.txt $(cpp) $(shell find kernels -name CMakeLists.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help run layers test peers sanitize lint format bench perplexity kernels mlir xclbins wheel clean
+.PHONY: help run layers test peers sanitize lint format bench generation perplexity kernels mlir xclbins wheel clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -54,6 +54,10 @@ bench: $(VENV)/.bench ## Measure against other libraries, model kernels and arra
 	$(BIN)/python benchmarks/emulator_speed.py
 	$(BIN)/python benchmarks/routing.py
 	$(BIN)/python benchmarks/dispatch.py
+
+generation: $(VENV)/.stamp-run ## Measure a small language model beside llama.cpp; writes docs/benchmarks/ (compiles llama.cpp)
+	$(PIP) 'llama-cpp-python==0.3.36'
+	$(BIN)/python benchmarks/generation.py $(BENCH_ARGS)
 
 perplexity: $(VENV)/.hf $(VENV)/.stamp-run ## Measure the accuracy of a small real model; writes docs/benchmarks/ (downloads torch)
 	$(BIN)/python benchmarks/perplexity.py $(BENCH_ARGS)

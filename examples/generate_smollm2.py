@@ -56,7 +56,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     model = checkpoint(args.cache, args.bits)
-    options = ["--device", args.device, "--max-new-tokens", str(args.tokens), "--cache", str(args.cache / "packed")]
+    # The embedding, which is the output head too, has 8 bits in the GGUF file.
+    options = ["--device", args.device, "--head", "8", "--cache", str(args.cache / "packed")]
+    options += ["--max-new-tokens", str(args.tokens)]
     raise SystemExit(run(["generate", str(model), "--prompt", args.question, *options]))
 
 
