@@ -237,9 +237,9 @@ def _divergences(tokens: dict[str, Any]) -> list[str]:
             if at is not None:
                 gap = result["gaps"][str(i)]
                 lines.append(
-                    f'{name}, "{question}": at token {at + 1}, where the two likeliest are {gap:.3f} apart in float32'
+                    f'- {name}, "{question}": at token {at + 1}, where the two likeliest are {gap:.3f} apart in float32'
                 )
-    return lines or ["nowhere."]
+    return lines or ["- nowhere."]
 
 
 def main() -> int:
