@@ -14,12 +14,12 @@ namespace {
 
 struct alignas(64) Int8Group {
   float scale[kNt];
-  // Activations as they are: -z in the low, 0 in the high half of each; plus 128: -128 sum (q - z).
-  int32_t start[kNt];
-  uint32_t zeros[kNt];  // z in each byte; only with activations plus 128
-  float rest[kNt];      // m + z s; only with minima
-  int32_t zero;         // where one zero point serves the whole group
-  int32_t uniform;      // whether it does
+  int32_t start[kNt];    // what sums start from, whatever the row
+  int32_t times_x[kNt];  // and what of the sum of x: a signed 16-bit number in the low half, 0 in the high one
+  float rest[kNt];       // m + z s; only with minima
+  int32_t zero;          // where one zero point serves the whole group
+  int32_t uniform;       // whether it does
+  int32_t shared;        // whether sums of all rows start from `start` alone
 };
 
 // How a group is quantised whose largest magnitude has these bits: q = x up inverse, each product rounded to float, to

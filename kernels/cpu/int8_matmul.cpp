@@ -111,7 +111,13 @@ void matmul_int8(const MatmulArgs& args) {
     chunk.sums = reinterpret_cast<int32_t*>(chunk.scales + values);
     quantise_chunk(args, kernels, chunk);
     const int64_t parts = std::min(row_parts(n_tiles, chunk.rows), chunk.passes);
-    parallel_unless_small(n_tiles * parts, chunk.rows * weight_bytes(args), [&](int64_t item) {
+    const int64_t bytes = chunk.rows * weight_bytes(args);
+    if (parts == 1) {
+      parallel_tiles(args.layout, bytes,
+                     [&](int64_t n_tile) { chunk_tile(args, kernels, chunk, n_tile, 0, chunk.passes); });
+      continue;
+    }
+    parallel_unless_small(n_tiles * parts, bytes, [&](int64_t item) {
       const int64_t part = item % parts;
       chunk_tile(args, kernels, chunk, item / parts, part * chunk.passes / parts, (part + 1) * chunk.passes / parts);
     });

@@ -7,10 +7,10 @@
 namespace tilefuse {
 namespace {
 
-// The start of sums for a k tile costs about as much as a row; a product with -z per row costs 3 % of it.
-constexpr int64_t kOffsetRows = 32;
+// Laying codes out for all passes costs about as much as three rows.
+constexpr int64_t kManyRows = 32;
 
-bool offset_vnni(const TileLayout& layout, int64_t m) { return layout.bits == 4 && m >= kOffsetRows; }
+bool offset_vnni(const TileLayout&, int64_t m) { return m >= kManyRows; }
 
 }  // namespace
 

@@ -1,6 +1,9 @@
-// compute="int8" on AVX512_VNNI. VPDPBUSD multiplies unsigned by signed bytes. Few rows: codes are the unsigned
-// operand, and sums start from -z sum x. Many rows, 4-bit codes: x + 128 is the unsigned operand and q - z the signed
-// one, and sums start from -128 sum (q - z), the same for all rows: zero points cost nothing per row.
+// compute="int8" on AVX512_VNNI. VPDPBUSD multiplies unsigned by signed bytes.
+//
+// Few rows: codes, unpacked in registers, are the unsigned operand, and sums start from -z sum x. Many rows: w = q - z,
+// laid out once a k tile for all passes, is the signed operand of x + 128, and sums start from -128 sum w, the same for
+// all rows: zero points cost nothing per row. 8-bit codes have w = q - 128, to which zero points other than 128 add
+// (128 - z) sum x.
 #pragma once
 
 #include <immintrin.h>
@@ -19,6 +22,12 @@ constexpr int kVnniRows = 12;
 
 // Sums have the type that VPDPBUSD's operand has inside the compiler: with __m512i GCC keeps two copies of each.
 using Sums16 = int32_t __attribute__((vector_size(64)));
+
+// sum + u * s in each lane.
+TILEFUSE_ALWAYS_INLINE Sums16 dpbusd(Sums16 sum, __m512i u, __m512i s) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(s));
+  return sum;
+}
 
 // Hardware prefetchers stop at each 4 KiB page, a tile is about that: kernels prefetch the next tile.
 inline void prefetch_line(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
@@ -56,89 +65,175 @@ inline __m512i int8_zeros(const TileLayout& layout, const std::byte* tile, int64
   return z;
 }
 
-// Sum of the 4-bit codes of a group, 16 output channels: the low nibbles add up in bytes (at most 16 of them), whole
-// bytes by multiplying with one.
-inline __m512i sum_codes_w4(const std::byte* codes, int blocks) {
+// What passes over a k tile read.
+struct PreparedVnni {
+  Int8Group groups[kKt / 32];
+  // Many rows: [pairs of vectors][k / 4][2][64], for 16 output channels the bytes of 4 input channels.
+  std::byte panel[kInt8Vectors / 2][kKt / 4][2][64];
+};
+static_assert(sizeof(PreparedVnni) <= kInt8PreparedBytes);
+
+// Lays 4-bit codes of a group out in a panel, less their zero points, and returns their sums. z is at most 15: four
+// differences add up in a byte.
+inline __m512i unpack_w4(const std::byte* codes, int blocks, __m512i z, std::byte* to) {
   const __m512i mask = _mm512_set1_epi8(15);
   const __m512i ones = _mm512_set1_epi8(1);
-  __m512i lows = _mm512_setzero_si512();
-  __m512i all[2] = {lows, lows};  // sum of low + 16 high
+  const __m512i zeros = _mm512_mullo_epi32(z, _mm512_set1_epi32(0x01010101));
+  Sums16 sum = {};
   for (int kb = 0; kb < blocks; kb += 2) {
+    __m512i four = _mm512_setzero_si512();
+#pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
       const __m512i w = _mm512_load_si512(codes + (kb + i) * (kNt * 4));
-      lows = _mm512_add_epi8(lows, _mm512_and_si512(w, mask));
-      all[i] = _mm512_dpbusd_epi32(all[i], w, ones);
+      const __m512i low = _mm512_sub_epi8(_mm512_and_si512(w, mask), zeros);
+      const __m512i high = _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(w, 4), mask), zeros);
+      _mm512_store_si512(to + (kb + i) * 256, low);
+      _mm512_store_si512(to + (kb + i) * 256 + 128, high);
+      four = _mm512_add_epi8(four, _mm512_add_epi8(low, high));
     }
+    sum = dpbusd(sum, ones, four);
   }
-  const __m512i low = _mm512_dpbusd_epi32(_mm512_setzero_si512(), lows, ones);
-  const __m512i high = _mm512_srli_epi32(_mm512_sub_epi32(_mm512_add_epi32(all[0], all[1]), low), 4);
-  return _mm512_add_epi32(low, high);
+  return (__m512i)sum;
 }
 
-void prepare_vnni(const TileRun& run, int64_t k_tile, bool offset, std::byte* prepared) {
+// Likewise 8-bit codes, less 128.
+inline __m512i unpack_w8(const std::byte* codes, int blocks, std::byte* to) {
+  const __m512i sign = _mm512_set1_epi8(-128);
+  const __m512i ones = _mm512_set1_epi8(1);
+  Sums16 sums[2] = {};
+  for (int kb = 0; kb < blocks; ++kb) {
+    const CodesW8 w(codes + kb * (kNt * 8));
+    const __m512i low = _mm512_xor_si512(w.low, sign);
+    const __m512i high = _mm512_xor_si512(w.high, sign);
+    _mm512_store_si512(to + kb * 256, low);
+    _mm512_store_si512(to + kb * 256 + 128, high);
+    sums[0] = dpbusd(sums[0], ones, low);
+    sums[1] = dpbusd(sums[1], ones, high);
+  }
+  return (__m512i)(sums[0] + sums[1]);
+}
+
+void prepare_vnni(const TileRun& run, int64_t k_tile, bool many, std::byte* prepared) {
   const TileLayout& layout = *run.layout;
   const std::byte* tile = run.tiles + k_tile * layout.tile_bytes;
-  auto* group = reinterpret_cast<Int8Group*>(prepared);
+  auto& out = *reinterpret_cast<PreparedVnni*>(prepared);
   const int blocks = layout.tile_group / kBlock;
   // What follows the codes of the next tile; `pass` fetches those.
   for (int64_t i = layout.scale_offset; i < layout.tile_bytes; i += 64) prefetch_line(tile + layout.tile_bytes + i);
-  for (int g = 0; g < layout.groups_per_tile(); ++g, ++group) {
-    __mmask16 equal = 0xFFFF;
+  for (int g = 0; g < layout.groups_per_tile(); ++g) {
+    Int8Group& group = out.groups[g];
+    const std::byte* codes = tile + g * blocks * (kNt * layout.bits);
     const int64_t first = static_cast<int64_t>(g) * kNt;
+    __mmask16 equal = 0xFFFF;
     __m512i first_zero = _mm512_setzero_si512();
     for (int v = 0; v < kInt8Vectors; ++v) {
       const __m512 scale = load_16_bf16(tile + layout.scale_offset + (first + v * 16) * 2);
-      const __m512i z = int8_zeros(layout, tile, first + v * 16, scale, group->rest + v * 16);
+      const __m512i z = int8_zeros(layout, tile, first + v * 16, scale, group.rest + v * 16);
       if (v == 0) first_zero = _mm512_broadcastd_epi32(_mm512_castsi512_si128(z));
       equal &= _mm512_cmpeq_epi32_mask(z, first_zero);
-      _mm512_store_ps(group->scale + v * 16, scale);
-      __m512i start;
-      if (offset) {
-        const __m512i sum = sum_codes_w4(tile + g * blocks * (kNt * 4) + v * 64, blocks);
-        const __m512i all = _mm512_sub_epi32(sum, _mm512_mullo_epi32(z, _mm512_set1_epi32(layout.tile_group)));
-        start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(all, 7));
-        _mm512_store_si512(group->zeros + v * 16, _mm512_mullo_epi32(z, _mm512_set1_epi32(0x01010101)));
-      } else {
-        start = _mm512_and_si512(_mm512_sub_epi32(_mm512_setzero_si512(), z), _mm512_set1_epi32(0xFFFF));
+      _mm512_store_ps(group.scale + v * 16, scale);
+      std::byte* panel = out.panel[v / 2][g * blocks * 2][v % 2];
+      __m512i times_x = z;  // in the low half of each lane, nothing in the high one
+      if (many) {
+        const __m512i sum =
+            layout.bits == 4 ? unpack_w4(codes + v * 64, blocks, z, panel) : unpack_w8(codes + v * 128, blocks, panel);
+        const __m512i start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sum, 7));
+        _mm512_store_si512(group.start + v * 16, start);
+        times_x = layout.bits == 4 ? _mm512_setzero_si512() : _mm512_sub_epi32(z, _mm512_set1_epi32(128));
       }
-      _mm512_store_si512(group->start + v * 16, start);
+      times_x = _mm512_and_si512(_mm512_sub_epi32(_mm512_setzero_si512(), times_x), _mm512_set1_epi32(0xFFFF));
+      _mm512_store_si512(group.times_x + v * 16, times_x);
     }
-    group->uniform = equal == 0xFFFF;
-    group->zero = _mm_cvtsi128_si32(_mm512_castsi512_si128(first_zero));
+    group.zero = _mm_cvtsi128_si32(_mm512_castsi512_si128(first_zero));
+    group.uniform = equal == 0xFFFF;
+    group.shared = layout.bits == 4 || (equal == 0xFFFF && group.zero == 128);
   }
 }
 
-template <int kBits, bool kOffset, int kRowsHere, int kAtOnce>
-inline void int8_group_vnni(const std::byte* codes, const std::byte* later, const Int8Group& group, int blocks,
-                            const uint32_t* x, const float* x_scales, const int32_t* x_sums, bool minima, float* acc) {
+// What sums start from, few rows.
+template <int kRowsHere, int kAtOnce>
+TILEFUSE_ALWAYS_INLINE void start_few(const Int8Group& group, int v0, const int32_t* x_sums,
+                                      Sums16 (&c)[kRowsHere][kAtOnce]) {
+  const int32_t* times_x = group.times_x + v0 * 16;
+  if (group.uniform != 0) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRowsHere; ++r) {
+      const auto all = (Sums16)_mm512_set1_epi32(-group.zero * x_sums[r]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kAtOnce; ++v) c[r][v] = all;
+    }
+  } else {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRowsHere; ++r) {
+      const __m512i sum = _mm512_set1_epi32(x_sums[r]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kAtOnce; ++v) {
+        c[r][v] = (Sums16)_mm512_madd_epi16(_mm512_load_si512(times_x + v * 16), sum);
+      }
+    }
+  }
+}
+
+// Likewise many rows.
+template <int kRowsHere, int kAtOnce>
+TILEFUSE_ALWAYS_INLINE void start_many(const Int8Group& group, int v0, const int32_t* x_sums,
+                                       Sums16 (&c)[kRowsHere][kAtOnce]) {
+  const int32_t* start = group.start + v0 * 16;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRowsHere; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kAtOnce; ++v) c[r][v] = (Sums16)_mm512_load_si512(start + v * 16);
+  }
+  if (group.shared != 0) return;
+  const int32_t* times_x = group.times_x + v0 * 16;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRowsHere; ++r) {
+    const __m512i sum = _mm512_set1_epi32(x_sums[r]);
+#pragma GCC unroll 16
+    for (int v = 0; v < kAtOnce; ++v) {
+      c[r][v] += (Sums16)_mm512_madd_epi16(_mm512_load_si512(times_x + v * 16), sum);
+    }
+  }
+}
+
+// acc += c, scaled.
+template <int kRowsHere, int kAtOnce>
+TILEFUSE_ALWAYS_INLINE void add_group(const Int8Group& group, int v0, const Sums16 (&c)[kRowsHere][kAtOnce],
+                                      const float* x_scales, float* acc) {
+#pragma GCC unroll 16
+  for (int v = 0; v < kAtOnce; ++v) {
+    const __m512 scale = _mm512_load_ps(group.scale + (v0 + v) * 16);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRowsHere; ++r) {
+      float* to = acc + r * kNt + (v0 + v) * 16;
+      const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r]));
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)c[r][v]), both, _mm512_loadu_ps(to)));
+    }
+  }
+}
+
+// acc += what zero points leave of minima, times the sums of x.
+void add_minima(const Int8Group& group, int rows, const float* x_scales, const int32_t* x_sums, float* acc) {
+  for (int r = 0; r < rows; ++r) {
+    const __m512 x_sum = _mm512_set1_ps(x_scales[r] * static_cast<float>(x_sums[r]));
+    for (int n = 0; n < kNt; n += 16) {
+      float* to = acc + r * kNt + n;
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_load_ps(group.rest + n), x_sum, _mm512_loadu_ps(to)));
+    }
+  }
+}
+
+// One group of few rows, codes unpacked in registers.
+template <int kBits, int kRowsHere, int kAtOnce>
+[[gnu::noinline]] void few_rows_group(const std::byte* codes, const std::byte* later, const Int8Group& group,
+                                      int blocks, const uint32_t* x, const float* x_scales, const int32_t* x_sums,
+                                      float* acc) {
   constexpr int64_t kBytes = kBits * 16;  // codes of 8 input by 16 output channels
   constexpr int64_t kRowBytes = kInt8Vectors * kBytes;
   const __m512i mask = _mm512_set1_epi8(15);
   for (int v0 = 0; v0 < kInt8Vectors; v0 += kAtOnce) {
     Sums16 c[kRowsHere][kAtOnce];
-    if (kOffset) {
-#pragma GCC unroll 16
-      for (int r = 0; r < kRowsHere; ++r) {
-#pragma GCC unroll 16
-        for (int v = 0; v < kAtOnce; ++v) c[r][v] = (Sums16)_mm512_load_si512(group.start + (v0 + v) * 16);
-      }
-    } else if (group.uniform != 0) {
-#pragma GCC unroll 16
-      for (int r = 0; r < kRowsHere; ++r) {
-        const auto start = (Sums16)_mm512_set1_epi32(-group.zero * x_sums[r]);
-#pragma GCC unroll 16
-        for (int v = 0; v < kAtOnce; ++v) c[r][v] = start;
-      }
-    } else {
-#pragma GCC unroll 16
-      for (int r = 0; r < kRowsHere; ++r) {
-        const __m512i sum = _mm512_set1_epi32(x_sums[r]);
-#pragma GCC unroll 16
-        for (int v = 0; v < kAtOnce; ++v) {
-          c[r][v] = (Sums16)_mm512_madd_epi16(_mm512_load_si512(group.start + (v0 + v) * 16), sum);
-        }
-      }
-    }
+    start_few(group, v0, x_sums, c);
     const std::byte* at = codes + v0 * kBytes;
     const uint32_t* from = x;
     const auto multiply = [&](const __m512i(&w)[kAtOnce]) {
@@ -146,10 +241,7 @@ inline void int8_group_vnni(const std::byte* codes, const std::byte* later, cons
       for (int r = 0; r < kRowsHere; ++r) {
         const __m512i a = _mm512_set1_epi32(static_cast<int>(from[r]));
 #pragma GCC unroll 16
-        for (int v = 0; v < kAtOnce; ++v) {
-          const auto sum = (__m512i)c[r][v];
-          c[r][v] = (Sums16)(kOffset ? _mm512_dpbusd_epi32(sum, a, w[v]) : _mm512_dpbusd_epi32(sum, w[v], a));
-        }
+        for (int v = 0; v < kAtOnce; ++v) c[r][v] = (Sums16)_mm512_dpbusd_epi32((__m512i)c[r][v], w[v], a);
       }
       from += kRowsHere;
     };
@@ -162,13 +254,11 @@ inline void int8_group_vnni(const std::byte* codes, const std::byte* later, cons
           prefetch_line(later);
           later += 64;
           low[v] = _mm512_and_si512(_mm512_load_si512(at + v * 64), mask);
-          if (kOffset) low[v] = _mm512_sub_epi8(low[v], _mm512_load_si512(group.zeros + (v0 + v) * 16));
         }
         multiply(low);
 #pragma GCC unroll 16
         for (int v = 0; v < kAtOnce; ++v) {
           high[v] = _mm512_and_si512(_mm512_srli_epi16(_mm512_load_si512(at + v * 64), 4), mask);
-          if (kOffset) high[v] = _mm512_sub_epi8(high[v], _mm512_load_si512(group.zeros + (v0 + v) * 16));
         }
         multiply(high);
       } else {
@@ -185,41 +275,55 @@ inline void int8_group_vnni(const std::byte* codes, const std::byte* later, cons
         multiply(high);
       }
     }
-#pragma GCC unroll 16
-    for (int v = 0; v < kAtOnce; ++v) {
-      const __m512 scale = _mm512_load_ps(group.scale + (v0 + v) * 16);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRowsHere; ++r) {
-        float* to = acc + r * kNt + (v0 + v) * 16;
-        const __m512 x_scale = _mm512_set1_ps(x_scales[r]);
-        __m512 sum = _mm512_loadu_ps(to);
-        if (minima) {
-          const __m512 x_sum = _mm512_mul_ps(x_scale, _mm512_set1_ps(static_cast<float>(x_sums[r])));
-          sum = _mm512_fmadd_ps(_mm512_load_ps(group.rest + (v0 + v) * 16), x_sum, sum);
-        }
-        _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)c[r][v]), _mm512_mul_ps(scale, x_scale), sum));
-      }
-    }
+    add_group(group, v0, c, x_scales, acc);
   }
 }
 
-template <int kBits, bool kOffset, int kRowsHere>
-void int8_tile_vnni(const TileRun& run, int64_t k_tile, const std::byte* prepared, const Int8Rows& x, float* acc) {
-  constexpr int kAtOnce = kRowsHere <= 6 ? 4 : 2;
+// One group of a pass of many rows.
+template <int kRowsHere>
+[[gnu::noinline]] void many_rows_group(const PreparedVnni& prepared, const std::byte* later, int g, int steps,
+                                       const uint32_t* x, const float* x_scales, const int32_t* x_sums, float* acc) {
+  const Int8Group& group = prepared.groups[g];
+  for (int v0 = 0; v0 < kInt8Vectors; v0 += 2) {
+    Sums16 c[kRowsHere][2];
+    start_many(group, v0, x_sums, c);
+    const std::byte* at = prepared.panel[v0 / 2][g * steps][0];
+    const uint32_t* from = x;
+    for (int k = 0; k < steps; ++k, at += 128, from += kRowsHere) {
+      prefetch_line(later);
+      later += 64;
+      const __m512i w[2] = {_mm512_load_si512(at), _mm512_load_si512(at + 64)};
+#pragma GCC unroll 16
+      for (int r = 0; r < kRowsHere; ++r) {
+        const __m512i a = _mm512_set1_epi32(static_cast<int>(from[r]));
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) c[r][v] = dpbusd(c[r][v], a, w[v]);
+      }
+    }
+    add_group(group, v0, c, x_scales, acc);
+  }
+}
+
+template <int kBits, bool kMany, int kRowsHere>
+void int8_tile_vnni(const TileRun& run, int64_t k_tile, const PreparedVnni& prepared, const Int8Rows& x, float* acc) {
   const TileLayout& layout = *run.layout;
   const std::byte* tile = run.tiles + k_tile * layout.tile_bytes;
-  const auto* group = reinterpret_cast<const Int8Group*>(prepared);
-  const int blocks = layout.tile_group / kBlock;
-  const int64_t group_bytes = int64_t{layout.tile_group} * kNt * kBits / 8;
+  const int steps = layout.tile_group / 4;
+  const int64_t group_bytes = int64_t{layout.tile_group} * kNt * layout.bits / 8;
   const int groups = layout.groups_per_tile();
-  const uint32_t* words = x.words + k_tile * x.tile_stride;
-  const float* scales = x.scales + k_tile * groups * kRowsHere;
-  const int32_t* sums = x.sums + k_tile * groups * kRowsHere;
   for (int g = 0; g < groups; ++g) {
+    const uint32_t* words = x.words + k_tile * x.tile_stride + g * steps * kRowsHere;
+    const float* scales = x.scales + (k_tile * groups + g) * kRowsHere;
+    const int32_t* sums = x.sums + (k_tile * groups + g) * kRowsHere;
     const std::byte* codes = tile + g * group_bytes;
-    int8_group_vnni<kBits, kOffset, kRowsHere, kAtOnce>(
-        codes, codes + layout.tile_bytes, group[g], blocks, words + g * (layout.tile_group / 4) * kRowsHere,
-        scales + g * kRowsHere, sums + g * kRowsHere, layout.zero == ZeroKind::m16, acc);
+    const std::byte* later = codes + layout.tile_bytes;
+    if (layout.zero == ZeroKind::m16) add_minima(prepared.groups[g], kRowsHere, scales, sums, acc);
+    if constexpr (kMany) {
+      many_rows_group<kRowsHere>(prepared, later, g, steps, words, scales, sums, acc);
+    } else {
+      constexpr int kAtOnce = kRowsHere <= 6 ? 4 : 2;
+      few_rows_group<kBits, kRowsHere, kAtOnce>(codes, later, prepared.groups[g], steps / 2, words, scales, sums, acc);
+    }
   }
 }
 
@@ -235,15 +339,16 @@ inline void with_int8_rows(int rows, Fn&& fn) {
   }
 }
 
-void pass_vnni(const TileRun& run, int64_t k_tile, bool offset, const std::byte* prepared, const Int8Rows& x,
+void pass_vnni(const TileRun& run, int64_t k_tile, bool many, const std::byte* prepared, const Int8Rows& x,
                float* acc) {
+  const auto& tile = *reinterpret_cast<const PreparedVnni*>(prepared);
   with_int8_rows(x.rows, [&](auto n) {
-    if (run.layout->bits == 8) {
-      int8_tile_vnni<8, false, n()>(run, k_tile, prepared, x, acc);
-    } else if (offset) {
-      int8_tile_vnni<4, true, n()>(run, k_tile, prepared, x, acc);
+    if (many) {
+      int8_tile_vnni<4, true, n()>(run, k_tile, tile, x, acc);
+    } else if (run.layout->bits == 4) {
+      int8_tile_vnni<4, false, n()>(run, k_tile, tile, x, acc);
     } else {
-      int8_tile_vnni<4, false, n()>(run, k_tile, prepared, x, acc);
+      int8_tile_vnni<8, false, n()>(run, k_tile, tile, x, acc);
     }
   });
 }
