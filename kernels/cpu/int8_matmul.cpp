@@ -52,6 +52,21 @@ void quantise_chunk(const MatmulArgs& args, const Int8Kernels& kernels, const Ch
   });
 }
 
+// Fetches cache lines [begin, end) of `lines` from p.
+void prefetch_lines(const std::byte* p, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) __builtin_prefetch(p + i * 64);
+}
+
+// Fetches rows of y in an output tile: lines of different rows lie in the same few sets of a cache, so no earlier than
+// just before they are written.
+void prefetch_rows_of_y(const MatmulArgs& args, int64_t row0, int64_t rows, int64_t n_tile) {
+  const int64_t element = args.y_dtype == Dtype::f32 ? 4 : 2;
+  auto* y = static_cast<std::byte*>(args.y) + n_tile * kNt * element;
+  for (int64_t r = row0; r < row0 + rows; ++r) {
+    for (int64_t i = 0; i < kNt * element; i += 64) __builtin_prefetch(y + r * args.y_stride * element + i, 1);
+  }
+}
+
 // Passes [begin, end) of a chunk for one output tile.
 void chunk_tile(const MatmulArgs& args, const Int8Kernels& kernels, const Chunk& chunk, int64_t n_tile, int64_t begin,
                 int64_t end) {
@@ -62,13 +77,25 @@ void chunk_tile(const MatmulArgs& args, const Int8Kernels& kernels, const Chunk&
   auto* acc = reinterpret_cast<float*>(prepared + kInt8PreparedBytes);
   std::memset(acc, 0, static_cast<size_t>(rows * kNt * 4));
   const TileRun run = run_of(args, n_tile);
-  for (int64_t kt = 0; kt < args.layout.k_tiles_used(); ++kt) {
+  const int64_t k_tiles = args.layout.k_tiles_used();
+  const int64_t lines = chunk.offset ? args.layout.tile_bytes / 64 : 0;  // of the next tile
+  for (int64_t kt = 0; kt < k_tiles; ++kt) {
     kernels.prepare(run, kt, chunk.offset, prepared);
+    const std::byte* next = run.tiles + (kt + 1) * args.layout.tile_bytes;
     for (int64_t p = begin; p < end; ++p) {
-      kernels.pass(run, kt, chunk.offset, prepared, chunk.pass(p), acc + (chunk.first_row(p) - first) * kNt);
+      const Int8Rows x = chunk.pass(p);
+      const int64_t row = chunk.first_row(p);
+      float* sums = acc + (row - first) * kNt;
+      prefetch_lines(next, (p - begin) * lines / (end - begin), (p - begin + 1) * lines / (end - begin));
+      if (kt + 1 < k_tiles) {
+        kernels.pass(run, kt, chunk.offset, prepared, x, sums);
+        continue;
+      }
+      prefetch_rows_of_y(args, chunk.row0 + row, x.rows, n_tile);
+      kernels.pass(run, kt, chunk.offset, prepared, x, sums);
+      for (int r = 0; r < x.rows; ++r) kernels.store_row(args, chunk.row0 + row + r, n_tile, sums + r * kNt);
     }
   }
-  for (int64_t r = 0; r < rows; ++r) kernels.store_row(args, chunk.row0 + first + r, n_tile, acc + r * kNt);
 }
 
 }  // namespace

@@ -118,8 +118,9 @@ void prepare_vnni(const TileRun& run, int64_t k_tile, bool many, std::byte* prep
   const std::byte* tile = run.tiles + k_tile * layout.tile_bytes;
   auto& out = *reinterpret_cast<PreparedVnni*>(prepared);
   const int blocks = layout.tile_group / kBlock;
-  // What follows the codes of the next tile; `pass` fetches those.
-  for (int64_t i = layout.scale_offset; i < layout.tile_bytes; i += 64) prefetch_line(tile + layout.tile_bytes + i);
+  // Few rows: what follows the codes of the next tile; `pass` fetches those.
+  for (int64_t i = many ? layout.tile_bytes : layout.scale_offset; i < layout.tile_bytes; i += 64)
+    prefetch_line(tile + layout.tile_bytes + i);
   for (int g = 0; g < layout.groups_per_tile(); ++g) {
     Int8Group& group = out.groups[g];
     const std::byte* codes = tile + g * blocks * (kNt * layout.bits);
@@ -281,8 +282,8 @@ template <int kBits, int kRowsHere, int kAtOnce>
 
 // One group of a pass of many rows.
 template <int kRowsHere>
-[[gnu::noinline]] void many_rows_group(const PreparedVnni& prepared, const std::byte* later, int g, int steps,
-                                       const uint32_t* x, const float* x_scales, const int32_t* x_sums, float* acc) {
+[[gnu::noinline]] void many_rows_group(const PreparedVnni& prepared, int g, int steps, const uint32_t* x,
+                                       const float* x_scales, const int32_t* x_sums, float* acc) {
   const Int8Group& group = prepared.groups[g];
   for (int v0 = 0; v0 < kInt8Vectors; v0 += 2) {
     Sums16 c[kRowsHere][2];
@@ -290,8 +291,6 @@ template <int kRowsHere>
     const std::byte* at = prepared.panel[v0 / 2][g * steps][0];
     const uint32_t* from = x;
     for (int k = 0; k < steps; ++k, at += 128, from += kRowsHere) {
-      prefetch_line(later);
-      later += 64;
       const __m512i w[2] = {_mm512_load_si512(at), _mm512_load_si512(at + 64)};
 #pragma GCC unroll 16
       for (int r = 0; r < kRowsHere; ++r) {
@@ -319,7 +318,7 @@ void int8_tile_vnni(const TileRun& run, int64_t k_tile, const PreparedVnni& prep
     const std::byte* later = codes + layout.tile_bytes;
     if (layout.zero == ZeroKind::m16) add_minima(prepared.groups[g], kRowsHere, scales, sums, acc);
     if constexpr (kMany) {
-      many_rows_group<kRowsHere>(prepared, later, g, steps, words, scales, sums, acc);
+      many_rows_group<kRowsHere>(prepared, g, steps, words, scales, sums, acc);
     } else {
       constexpr int kAtOnce = kRowsHere <= 6 ? 4 : 2;
       few_rows_group<kBits, kRowsHere, kAtOnce>(codes, later, prepared.groups[g], steps / 2, words, scales, sums, acc);
