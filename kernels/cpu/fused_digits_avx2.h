@@ -326,6 +326,8 @@ inline void group_w8(const GroupOperands<kRowsHere>& op, float* acc) {
     for (auto& row : sums) {
       for (__m256i& sum : row) sum = _mm256_setzero_si256();
     }
+// GCC 12 spills a sum of the loop as it stands.
+#pragma GCC unroll 2
     for (int b = 0; b < blocks; ++b) {
       const std::byte* at = codes + b * (kNt * 8);
       prefetch_line(ahead);
@@ -395,7 +397,7 @@ inline int rows_of_group(const TileRun& run, int64_t kt, int group, const DigitR
 
 // Panels in float don't scale each group's sums, so small groups make them the faster way from fewer rows on.
 inline int max_few_rows(const TileLayout& layout) {
-  if (layout.bits == 8) return layout.tile_group == 32 ? 4 : 8;
+  if (layout.bits == 8) return layout.tile_group == 32 ? 8 : layout.tile_group == 64 ? 12 : 32;
   const bool minima = layout.zero == ZeroKind::m16;
   if (layout.tile_group == 32) return minima ? 8 : 12;
   return layout.tile_group == 64 || minima ? kMaxFewRows : INT_MAX;
