@@ -187,8 +187,9 @@ def page(found: dict[str, Any], tokens: dict[str, Any]) -> str:
 _INTRODUCTION = f"""Made by `benchmarks/generation.py`. SmolLM2-135M-Instruct, rounded to nearest in 8 bits (groups
 of 64; in llama.cpp Q8_0) and 4 (groups of 64; Q4_0), and random weights of SmolLM2-1.7B's sizes in 4 bits (groups of
 128; Q4_0), which take as long. In both libraries the output head is in {HEAD} bits (`tilefuse.hf.options(head=8)`), and
-the KV cache in 16. tilefuse runs under transformers' `generate`, in bfloat16; llama.cpp in its own loop, called from
-Python once a token. A library has a turn in each of {ROUNDS} rounds, and its threads sleep during the other's."""
+the KV cache in 16. tilefuse runs as in `tilefuse generate`, under transformers' `generate`, in bfloat16; llama.cpp
+evaluates a token a call from Python. A library has a turn in each of {ROUNDS} rounds, and its threads
+sleep during the other's."""
 
 _DECODE = f"""{TOKENS} tokens after a prompt of {CONTEXT}, the likeliest each time: median of the rounds, the least and
 the greatest; the ratio is the median of the rounds'."""

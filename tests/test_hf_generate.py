@@ -170,3 +170,26 @@ def test_loaded_says_what_is_held(model: tuple[Path, Any]) -> None:
     others = sum(parameter.numel() * 2 for parameter in loaded.model.parameters())
     assert loaded.other_bytes == others
     assert loaded.packed_bytes > 0
+
+
+def test_threads_of_torch(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One while nothing large is left to it, all of them before and after, whatever happens."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for head, expected in ((8, [3, 1]), (16, [3, 3])):
+            loaded = load(model[0], dtype=torch.float32, device="cpu", head=head)
+            seen: list[int] = []
+            forward = type(loaded.model.model).forward
+
+            def watched(self: Any, *args: Any, seen: list[int] = seen, forward: Any = forward, **more: Any) -> Any:
+                seen.append(torch.get_num_threads())
+                return forward(self, *args, **more)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(type(loaded.model.model), "forward", watched)
+                done = generate(loaded, torch.tensor([[5, 17]]), max_new_tokens=2, min_new_tokens=2)
+            assert (seen, len(done.tokens)) == (expected, 2)
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -17,10 +17,12 @@ from transformers.utils import logging as transformers_logging
 
 import tilefuse.hf.quantizer  # noqa: F401 (registers the quantiser)
 from tilefuse.errors import FormatError, ShapeError
+from tilefuse.hf.blocks import BlockForward
 from tilefuse.hf.linear import TileFuseLinear
 from tilefuse.hf.options import options
 from tilefuse.hf.routing import phases_of
 from tilefuse.phases import CHUNK
+from tilefuse.runtime import is_direct_cpu
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -146,8 +148,10 @@ class Generated:
 class _Stream(BaseStreamer):  # type: ignore[misc,unused-ignore]
     """Takes the time of each token, and hands on text as soon as it is whole characters."""
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
-        self.tokenizer, self.on_text = tokenizer, on_text
+    def __init__(
+        self, tokenizer: Any, on_text: Callable[[str], None], on_decode: Callable[[], None] = lambda: None
+    ) -> None:
+        self.tokenizer, self.on_text, self.on_decode = tokenizer, on_text, on_decode
         self.times: list[float] = []
         self.tokens: list[int] = []
         self.text = ""
@@ -160,6 +164,8 @@ class _Stream(BaseStreamer):  # type: ignore[misc,unused-ignore]
             self._prompt = False
             return
         self.times.append(time.perf_counter())
+        if len(self.times) == 1:
+            self.on_decode()
         found = value.reshape(-1).tolist()
         self.tokens += found
         self._pending += found
@@ -199,6 +205,7 @@ def generate(
     ids: torch.Tensor,
     *,
     max_new_tokens: int = 128,
+    min_new_tokens: int = 0,
     temperature: float = 0.0,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Generated:
@@ -208,6 +215,7 @@ def generate(
         loaded: The model.
         ids: The prompt, [1, T].
         max_new_tokens: Tokens at most.
+        min_new_tokens: Tokens at least: the end is not taken before.
         temperature: Divides the logits of what is drawn from.
         on_text: Called with each piece of text.
 
@@ -224,7 +232,8 @@ def generate(
         max_new_tokens = min(max_new_tokens, context - prompt)
     phases = phases_of(model)
     phases.calls.clear()
-    stream = _Stream(loaded.tokenizer, on_text)
+    threads = torch.get_num_threads()
+    stream = _Stream(loaded.tokenizer, on_text, lambda: torch.set_num_threads(1) if _leaves_little(model) else None)
     # The checkpoint's own sampling settings are no concern of greedy decoding.
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else greedy
@@ -237,6 +246,7 @@ def generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_new_tokens,
+                min_new_tokens=min_new_tokens or None,
                 streamer=stream,
                 pad_token_id=loaded.tokenizer.eos_token_id if pad is None else pad,
                 prefill_chunk_size=CHUNK if prompt > CHUNK else None,
@@ -245,9 +255,20 @@ def generate(
         except KeyboardInterrupt:
             stream.end()
             interrupted = True
+        finally:
+            torch.set_num_threads(threads)
     times = stream.times or [time.perf_counter()]
     return Generated(
         stream.text, stream.tokens, prompt, times[0] - start, times[-1] - times[0], dict(phases.calls), interrupted
+    )
+
+
+def _leaves_little(model: Any) -> bool:
+    """Whether decoding leaves little to torch: then its threads, which wait spinning, cost more than they do."""
+    return (
+        isinstance(model.get_output_embeddings(), TileFuseLinear)
+        and is_direct_cpu(phases_of(model).name(1))
+        and any(isinstance(module.__dict__.get("forward"), BlockForward) for module in model.modules())
     )
 
 
