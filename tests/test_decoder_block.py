@@ -17,9 +17,9 @@ EPS = 1e-5
 
 DTYPES = {0: np.dtype(np.float32), 1: np.dtype(ml_dtypes.bfloat16), 2: np.dtype(np.float16)}
 
-# Shares of the largest value. Products take bfloat16 inputs whatever the dtype and may round weights, each
-# 2^-9 of itself, sums over 96 to 192 of which add up to some 2^-9 of the result; four follow each other, the gate's amplify, and values
-# in between have the unit of their type, 2^-9 for bfloat16. A wrong operation is off by the whole.
+# Shares of the largest value. Products take bfloat16 inputs whatever the dtype and may round weights, each 2^-9 of
+# itself; sums of 96 to 192 of them are off by some 2^-9 of the result. Four follow each other, and values in between
+# have the unit of their type, 2^-9 for bfloat16. A wrong operation is off by the whole.
 BOUNDS = {0: 2.0**-6, 1: 2.0**-5, 2: 2.0**-6}
 
 
