@@ -207,3 +207,15 @@ def test_sizes_that_dont_fit() -> None:
     fitting = tf._core.DecoderBlock(native[0], native[1], native[0], native[1], 2, 1, 32, 1.0, [0.0] * 4, False, 0)
     with pytest.raises(ValueError, match="full"):
         fitting.step(0, *[0] * 9, 4, 4, 0)
+
+
+def test_compiled(tmp_path: Path, rng: np.random.Generator, steps: list[int]) -> None:
+    """A compiled model has the operators in its graph and not the short way, without a graph break."""
+    language_models.make(tmp_path / "model", "llama", KINDS["awq-gemm"], rng)
+    model = load(tmp_path / "model")
+    token = torch.tensor([[5]])
+    with torch.no_grad():
+        expected = model(token, use_cache=False).logits
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        close(compiled(token, use_cache=False).logits, expected, UNITS[torch.float32])
+    assert not steps
