@@ -133,9 +133,9 @@ def test_command(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_command_refuses(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.run(["route", "512", "--model", str(model)]) == 1
+    assert commands.run(["route", "512", "--model", str(model)]) == 2
     assert "not both" in capsys.readouterr().err
-    assert commands.run(["route", "512", "4096"]) == 1
+    assert commands.run(["route", "512", "4096"]) == 2
     assert "pass M K N" in capsys.readouterr().err
     (model / "model.safetensors").unlink()
     assert commands.run(["route", "--model", str(model)]) == 1

@@ -297,14 +297,14 @@ def route(
     found: Routing | ModelRoutes
     if model is not None:
         if m is not None:
-            raise TileFuseError("pass M K N or --model, not both")
+            raise typer.BadParameter("pass M K N or --model, not both")
         found = model_routing.route_model(
             model, calibrate, lambda: auto_device().npu_usable, fuse=fuse, columns=columns
         )
         tables = _model_tables(found)
     else:
         if m is None or k is None or n is None:
-            raise TileFuseError("pass M K N, as in `tilefuse route 512 4096 4096`, or --model PATH")
+            raise typer.BadParameter("pass M K N, as in `tilefuse route 512 4096 4096`, or --model PATH")
         layout = Layout(k, n, bits, group or k, zero, columns)
         found = routing.route(layout, m, calibrate, lambda: auto_device().npu_usable)
         tables = [_route_table(found)]
