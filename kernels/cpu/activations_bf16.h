@@ -29,19 +29,24 @@ inline __m512i load_32(const std::byte* from, Dtype dtype) {
   return _mm512_loadu_si512(from);
 }
 
-bool write_pass_bf16(const MatmulArgs& args, int64_t row0, int rows, int64_t k, uint32_t* words, int64_t tile_stride,
-                     float* sums) {
+bool write_pass_bf16(const MatmulArgs& args, int64_t row0, int rows, int64_t first, int64_t end, uint32_t* words,
+                     int64_t tile_stride, float* sums) {
   const __m512i pairs = _mm512_set_epi16(31, 27, 30, 26, 29, 25, 28, 24, 23, 19, 22, 18, 21, 17, 20, 16, 15, 11, 14, 10,
                                          13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
   const __m512i ones = _mm512_set1_epi32(0x3F803F80);
   const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
   const auto lanes = static_cast<__mmask16>((1U << rows) - 1);
   __m512i largest = _mm512_setzero_si512();
+  const int64_t tile_bytes = kKt * (args.x_dtype == Dtype::f32 ? 4 : 2);
   alignas(64) std::byte piece[kKt * 4];
-  for (int64_t k0 = 0; k0 < k; k0 += kKt, words += tile_stride) {
+  words += first * tile_stride;
+  for (int64_t k0 = first * kKt; k0 < end * kKt; k0 += kKt, words += tile_stride) {
     alignas(64) uint32_t tile[16][kKt / 2];
     for (int r = 0; r < rows; ++r) {
       const std::byte* from = tile_of_row(args, row0 + r, k0, piece);
+      // That many rows in turn are more than hardware prefetchers follow.
+      const std::byte* next = from + tile_bytes;
+      for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(next + i), _MM_HINT_T0);
       __m512 sum = _mm512_setzero_ps();
       for (int i = 0; i < kKt / 32; ++i) {
         const __m512i x = load_32(from + i * (args.x_dtype == Dtype::f32 ? 128 : 64), args.x_dtype);

@@ -51,43 +51,60 @@ inline void load_pair_affine(const TileLayout& layout, const std::byte* tile, in
   }
 }
 
+// An integer in bits [at, at + bits) of each lane as a float, exactly: 2^(23 - at) has a last place of 2^-at. No shift
+// or permutation is needed, which share a port.
+template <int at, int bits>
+inline __m512 float_of_field(__m512i lanes) {
+  static_assert(at + bits <= 23);
+  const __m512i field = _mm512_set1_epi32(((1 << bits) - 1) << at);
+  const __m512i power = _mm512_set1_epi32((127 + 23 - at) << 23);
+  constexpr int kFirstAndSecondOrThird = 0xEA;
+  return _mm512_sub_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(lanes, field, power, kFirstAndSecondOrThird)),
+                       _mm512_castsi512_ps(power));
+}
+
+// Pairs j of 16 output channels; lanes: those of their first and second half.
+template <int at, int bits>
+inline void dequantise_pairs(const __m512i (&lanes)[2], const PairAffine* affine, uint32_t* to) {
+  __m512 w[2];
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h) {
+    w[h] = _mm512_fmadd_ps(float_of_field<at, bits>(lanes[h]), affine[h].scale, affine[h].offset);
+  }
+  _mm512_store_si512(to, pack_bf16(w[0], w[1]));
+}
+
 inline void dequantise_block_row_w4(const std::byte* codes, const PairAffine (&affine)[8], int64_t pairs,
                                     uint32_t* panel) {
   const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-  const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i odd_half = _mm512_set1_epi64(int64_t{16} << 32);
   for (int v = 0; v < kVectors; ++v) {
     __m512i lanes[2];
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + v * 64 + h * 32));
-      lanes[h] = _mm512_permutexvar_epi32(twice, _mm512_castsi256_si512(raw));
+      // Even lanes have nibble j at bit 4 j, odd lanes nibble j + 4: a pair, once packed.
+      lanes[h] = _mm512_srlv_epi32(_mm512_permutexvar_epi32(twice, _mm512_castsi256_si512(raw)), odd_half);
     }
-    for (int j = 0; j < 4; ++j) {
-      // Even lanes take nibble j, odd lanes nibble j + 4: a pair, once packed.
-      const __m512i shift = _mm512_set1_epi64((static_cast<int64_t>(4 * j + 16) << 32) | (4 * j));
-      __m512 w[2];
-      for (int h = 0; h < 2; ++h) {
-        const __m512 q = _mm512_permutexvar_ps(_mm512_srlv_epi32(lanes[h], shift), table);
-        w[h] = _mm512_fmadd_ps(q, affine[2 * v + h].scale, affine[2 * v + h].offset);
-      }
-      _mm512_store_si512(panel + (v * pairs + j) * 16, pack_bf16(w[0], w[1]));
-    }
+    uint32_t* to = panel + v * pairs * 16;
+    dequantise_pairs<0, 4>(lanes, affine + 2 * v, to);
+    dequantise_pairs<4, 4>(lanes, affine + 2 * v, to + 16);
+    dequantise_pairs<8, 4>(lanes, affine + 2 * v, to + 32);
+    dequantise_pairs<12, 4>(lanes, affine + 2 * v, to + 48);
   }
 }
 
 inline void dequantise_block_row_w8(const std::byte* codes, const PairAffine (&affine)[8], int64_t pairs,
                                     uint32_t* panel) {
   // A 64-bit lane holds 8 input channels of one output channel, so byte j of its two halves is the pair (j, j + 4).
-  const __m512i byte_mask = _mm512_set1_epi32(255);
   for (int v = 0; v < kVectors; ++v) {
-    const __m512i lanes[2] = {_mm512_loadu_si512(codes + v * 128), _mm512_loadu_si512(codes + v * 128 + 64)};
-    for (int j = 0; j < 4; ++j) {
-      __m512 w[2];
-      for (int h = 0; h < 2; ++h) {
-        const __m512i q = _mm512_and_si512(_mm512_srlv_epi32(lanes[h], _mm512_set1_epi32(8 * j)), byte_mask);
-        w[h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(q), affine[2 * v + h].scale, affine[2 * v + h].offset);
-      }
-      _mm512_store_si512(panel + (v * pairs + j) * 16, pack_bf16(w[0], w[1]));
-    }
+    const __m512i low[2] = {_mm512_loadu_si512(codes + v * 128), _mm512_loadu_si512(codes + v * 128 + 64)};
+    const __m512i high[2] = {_mm512_srli_epi32(low[0], 16), _mm512_srli_epi32(low[1], 16)};
+    uint32_t* to = panel + v * pairs * 16;
+    dequantise_pairs<0, 8>(low, affine + 2 * v, to);
+    dequantise_pairs<8, 8>(low, affine + 2 * v, to + 16);
+    dequantise_pairs<0, 8>(high, affine + 2 * v, to + 32);
+    dequantise_pairs<8, 8>(high, affine + 2 * v, to + 48);
   }
 }
 

@@ -154,6 +154,16 @@ struct Chunk {
   }
 };
 
+// Asks for the results' memory of some rows of an output tile, each of which is on a page of its own.
+void prefetch_results(const MatmulArgs& args, int64_t row0, int64_t rows, int64_t n_tile) {
+  const int64_t size = args.y_dtype == Dtype::f32 ? 4 : 2;
+  const int64_t bytes = std::min<int64_t>(kNt, args.layout.n - n_tile * kNt) * size;
+  const auto* to = static_cast<const std::byte*>(args.y) + (row0 * args.y_stride + n_tile * kNt) * size;
+  for (int64_t r = 0; r < rows; ++r, to += args.y_stride * size) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(to + i, 1);
+  }
+}
+
 // Passes [begin, end) of a chunk for one output tile.
 void passes_tile(const MatmulArgs& args, const PassKernels& kernels, bool fused, const Chunk& chunk, int64_t n_tile,
                  int64_t begin, int64_t end) {
@@ -171,6 +181,7 @@ void passes_tile(const MatmulArgs& args, const PassKernels& kernels, bool fused,
     if (!fused) kernels.dequantise(run, kt, count, memory);
     for (int64_t p = begin; p < end; ++p) {
       float* to = acc + (chunk.first_row(p) - first) * kNt;
+      if (kt + step >= k_tiles) prefetch_results(args, chunk.row0 + chunk.first_row(p), chunk.pass(p).rows, n_tile);
       if (fused) {
         kernels.fused(run, kt, chunk.pass(p), to);
       } else {
@@ -191,22 +202,34 @@ void matmul_passes(const MatmulArgs& args, const PassKernels& kernels) {
   for (int64_t c = 0; c < chunks; ++c) {
     Chunk chunk = {.row0 = c * args.m / chunks, .groups = groups};
     chunk.rows = (c + 1) * args.m / chunks - chunk.row0;
-    chunk.passes = (chunk.rows + kMaxPassRows - 1) / kMaxPassRows;
+    const int64_t pass_rows = few ? kMaxPassRows : kMaxPanelRows;
+    chunk.passes = (chunk.rows + pass_rows - 1) / pass_rows;
     const int64_t words_bytes = chunk.rows * k * 2;
     std::byte* memory = t_activations.at_least(words_bytes + (minima ? chunk.rows * groups * 4 : 0));
     chunk.words = reinterpret_cast<uint32_t*>(memory);
     if (minima) chunk.sums = reinterpret_cast<float*>(memory + words_bytes);
     std::atomic<bool> exact{true};
     const int64_t bytes = chunk.rows * weight_bytes(args);
-    parallel_unless_small(chunk.passes, bytes, [&](int64_t p) {
+    // Few passes are also split along K, so that every thread has work.
+    const int64_t k_tiles = args.layout.k_tiles_used();
+    const int64_t k_parts = std::clamp<int64_t>(2 * ThreadPool::instance().num_threads() / chunk.passes, 1, k_tiles);
+    parallel_unless_small(chunk.passes * k_parts, bytes, [&](int64_t item) {
+      const int64_t p = item / k_parts;
+      const int64_t part = item % k_parts;
       const PassRows pass = chunk.pass(p);
-      const bool fits = kernels.write_pass(args, chunk.row0 + chunk.first_row(p), pass.rows, k,
-                                           chunk.words + chunk.first_row(p) * (kKt / 2), pass.tile_stride,
-                                           minima ? chunk.sums + chunk.first_row(p) * groups : nullptr);
+      const bool fits =
+          kernels.write_pass(args, chunk.row0 + chunk.first_row(p), pass.rows, part * k_tiles / k_parts,
+                             (part + 1) * k_tiles / k_parts, chunk.words + chunk.first_row(p) * (kKt / 2),
+                             pass.tile_stride, minima ? chunk.sums + chunk.first_row(p) * groups : nullptr);
       if (!fits) exact.store(false, std::memory_order_relaxed);
     });
     const bool fused = few && exact.load(std::memory_order_relaxed);
     const int64_t parts = row_parts(n_tiles, chunk.rows);
+    if (parts == 1) {
+      parallel_tiles(args.layout, bytes,
+                     [&](int64_t n_tile) { passes_tile(args, kernels, fused, chunk, n_tile, 0, chunk.passes); });
+      continue;
+    }
     parallel_unless_small(n_tiles * parts, bytes, [&](int64_t item) {
       const int64_t part = item % parts;
       passes_tile(args, kernels, fused, chunk, item / parts, part * chunk.passes / parts,

@@ -64,6 +64,8 @@ struct PassRows {
   int rows = 0;                 // at most kMaxPassRows
 };
 inline constexpr int kMaxPassRows = 16;
+// As many rows as can be multiplied by two vectors of a panel at a time, with 32 registers.
+inline constexpr int kMaxPanelRows = 14;
 
 // 2^111 as bfloat16. From here on a group's sum of code differences (below 2^15 in all) times activations could
 // overflow although the scale would bring it back into range: such activations take kernels that scale each weight.
@@ -71,10 +73,11 @@ inline constexpr int kLargestExactPass = (127 + 111) << 7;
 
 // Kernels on interleaved bfloat16 rows.
 struct PassKernels {
-  // Writes rows [row0, row0 + rows) of args.x (permuted, rounded to bfloat16, zero beyond K) as PassRows has them and,
-  // unless null, their sums. False if one is 2^111 or more in magnitude, infinite or NaN: not for the fused kernels.
-  bool (*write_pass)(const MatmulArgs& args, int64_t row0, int rows, int64_t k, uint32_t* words, int64_t tile_stride,
-                     float* sums);
+  // Writes k tiles [first, end) of rows [row0, row0 + rows) of args.x (permuted, rounded to bfloat16, zero beyond K) as
+  // PassRows has them and, unless null, their sums. `words` and `sums` are those of all k tiles. False if one is 2^111
+  // or more in magnitude, infinite or NaN: not for the fused kernels.
+  bool (*write_pass)(const MatmulArgs& args, int64_t row0, int rows, int64_t first, int64_t end, uint32_t* words,
+                     int64_t tile_stride, float* sums);
   // acc[rows][64] += x * one k tile, unpacked in registers: the faster way up to fused_rows rows of a product.
   void (*fused)(const TileRun&, int64_t k_tile, const PassRows& x, float* acc);
   int64_t (*fused_rows)(const TileLayout&);
