@@ -25,7 +25,7 @@ void prepare(const TileRun& run, int64_t k_tile, bool, std::byte* prepared) {
     for (int n = 0; n < kNt; ++n) {
       const Int8Affine affine = int8_affine(layout, tile, static_cast<int64_t>(g) * kNt + n);
       group->scale[n] = affine.scale;
-      group->start[n] = -affine.zero;
+      group->times_x[n] = -affine.zero;
       group->rest[n] = affine.rest;
     }
   }
@@ -108,7 +108,7 @@ void tile_avx2(const TileRun& run, int64_t k_tile, const std::byte* prepared, co
     for (int v = 0; v < kInt8Vectors; ++v) {
       __m256i sums[kRowsHere];
       for (int r = 0; r < kRowsHere; ++r) {
-        sums[r] = _mm256_mullo_epi32(load(group->start + v * 8), _mm256_set1_epi32(x_sums[r]));
+        sums[r] = _mm256_mullo_epi32(load(group->times_x + v * 8), _mm256_set1_epi32(x_sums[r]));
       }
       if (layout.bits == 4) {
         dots_w4<kRowsHere>(codes + v * 32, blocks, words, sums);

@@ -14,12 +14,14 @@ namespace {
 
 struct alignas(64) Int8Group {
   float scale[kNt];
-  int32_t start[kNt];    // what sums start from, whatever the row
-  int32_t times_x[kNt];  // and what of the sum of x: a signed 16-bit number in the low half, 0 in the high one
-  float rest[kNt];       // m + z s; only with minima
-  int32_t zero;          // where one zero point serves the whole group
-  int32_t uniform;       // whether it does
-  int32_t shared;        // whether sums of all rows start from `start` alone
+  // What sums start from: `start`, the same for all rows, plus `times_x` times the sum of x. AVX2 has no `start`; on
+  // VNNI times_x is a signed 16-bit number in the low half, 0 in the high one.
+  int32_t start[kNt];
+  int32_t times_x[kNt];
+  float rest[kNt];  // m + z s; only with minima
+  int32_t zero;     // where one zero point serves the whole group
+  int32_t uniform;  // whether it does
+  int32_t shared;   // whether sums of all rows start from `start` alone
 };
 
 // How a group is quantised whose largest magnitude has these bits: q = x up inverse, each product rounded to float, to
