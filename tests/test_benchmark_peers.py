@@ -32,7 +32,7 @@ class Dense(Product):
 
     def bind(self, x: np.ndarray) -> Bound:
         calls = [lambda copy=copy: self.called.append(copy) for copy in range(3)]
-        return Bound(calls, lambda: x @ self.weights.T * (1 + 2**-10), products=2)
+        return Bound(calls, lambda: x @ self.weights.T * (1 + 2**-3), products=2)
 
     def dequantized(self, channels: np.ndarray) -> np.ndarray:
         return self.weights[channels]
@@ -72,7 +72,8 @@ def test_worker_answers(case_folder: Path) -> None:
     assert (timed["calls"], product.called[3:]) == (1, [0, 1])  # one to wake the threads, one timed
     assert timed["seconds"] > 0
     checked = mine.answer({"do": "check", "name": "numpy"})
-    assert checked["relative"] == pytest.approx(2**-10, rel=1e-6)
+    # Results are rounded to bfloat16 before they are compared.
+    assert checked["relative"] == pytest.approx(2**-3, abs=(1 + 2**-3) * 2**-9)
     assert mine.answer({"do": "unload"}) == {}
     assert "KeyError" in mine.answer({"do": "time", "name": "numpy", "at_least": 0.0})["error"]
     assert "no such request" in mine.answer({"do": "answer"})["error"]
@@ -241,7 +242,7 @@ def test_ggml_formats_mean_what_the_gguf_package_says(kind: str) -> None:
 
 
 def test_no_ggml_here() -> None:
-    with pytest.raises(ImportError, match=r"no libggml-base\.so"):
+    with pytest.raises(ImportError, match="no ggml in"):
         ggml_graph.find_libraries("llama")
     with pytest.raises(ImportError, match="no package ik_llama_cpp"):
         ggml_graph.find_libraries("ik-avx2")
