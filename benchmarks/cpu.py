@@ -79,7 +79,7 @@ def measure(
     run: Run,
     keep: Callable[[], object],
 ) -> None:
-    """Measures every case, adding to ``run``; ``keep`` is called after each shape.
+    """Measures every case, adding to ``run``; ``keep`` is called after each.
 
     ``guards`` are held while weights are made and while it is timed.
     """
@@ -96,20 +96,22 @@ def measure(
         with tempfile.TemporaryDirectory(prefix="tilefuse-bench-") as name:
             folder = Path(name)
             say(f"{k}x{n}: weights")
-            with guards[0]:
-                save_case(make_case(k, n, max(batches)), folder)
-                weight_bytes = load(seats, folder, cache_bytes, failed)
+            guards[0].hold()
+            save_case(make_case(k, n, max(batches)), folder)
+            weight_bytes = load(seats, folder, cache_bytes, failed)
+            if guards[0] is not guards[1]:
+                guards[0].release()
             for m in batches:
                 say(f"{k}x{n}, M = {m}")
                 with_weights = [seat for seat in seats if seat.peer.alive]
                 case = run_case(with_weights, (k, n), m, weight_bytes, turns, probes, guards[1], failed)
                 run.cases.append(case)
                 say(brief(run, case))
+                keep()
             guards[1].release()
             for each in libraries:
                 if each.peer.alive:
                     each.peer.ask("unload")
-            keep()
 
 
 def brief(run: Run, case: results.CaseResult) -> str:
@@ -175,7 +177,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--peer-python", action="append", default=[], metavar="NAME=PATH", help="interpreter for a library")
     add("--make-peers", type=Path, metavar="DIR", help="make environments with all peers, and end")
     add("--guard", default="", metavar="CMD", help="a command such as 'flock FILE' to hold while timing")
-    add("--loading-guard", default="", metavar="CMD", help="one to hold while weights are made")
+    add("--loading-guard", default="", metavar="CMD", help="one to hold while weights are made; the same: held on")
     add("--merge", type=Path, action="append", default=[], metavar="JSON", help="start from these earlier results")
     add("--report-only", action="store_true", help="measure nothing; write the page of what --merge names")
     add("--output", type=Path, help=f"where the page goes (default: {OUTPUT.relative_to(ROOT)})")
@@ -221,7 +223,8 @@ def measure_all(arguments: argparse.Namespace) -> Run:
     for what in missing:
         say(what)
     run = Run({}, {}, failures=missing)
-    guards = Guard(shlex.split(arguments.loading_guard)), Guard(shlex.split(arguments.guard))
+    guard, loading = Guard(shlex.split(arguments.guard)), Guard(shlex.split(arguments.loading_guard))
+    guards = (guard if arguments.loading_guard == arguments.guard else loading), guard
     try:
         measure(
             arguments.shapes,
