@@ -151,7 +151,7 @@ def test_caches_that_are_copied_and_cropped(tmp_path: Path, rng: np.random.Gener
 
 
 def test_what_takes_the_long_way(tmp_path: Path, rng: np.random.Generator, steps: list[int]) -> None:
-    """Batches, several tokens, other caches, autocast, hooks, other devices, replaced parts."""
+    """Batches, several tokens, other caches, autocast, hooks, gradients, other devices, replaced parts, other sizes."""
     language_models.make(tmp_path / "model", "llama", KINDS["awq-gemm"], rng)
     model = load(tmp_path / "model")
     ids = torch.tensor([PROMPT + NEXT])
@@ -178,8 +178,22 @@ def test_what_takes_the_long_way(tmp_path: Path, rng: np.random.Generator, steps
     tilefuse.hf.set_device(model, "cpu")
     logits(model, NEXT[:1])
     assert len(steps) == 1  # the second block is still watched
-    replaced = torch.nn.Identity()
-    model.model.layers[0].self_attn.o_proj = replaced
+    block = model.model.layers[0]
+    cache = transformers.DynamicCache(config=model.config)
+    model(torch.tensor([PROMPT]), past_key_values=cache)
+    model.requires_grad_(False)
+    block.input_layernorm.weight.requires_grad_(True)
+    assert model(torch.tensor([[5]]), past_key_values=cache).logits.requires_grad
+    block.input_layernorm.weight.requires_grad_(False)
+    wide = torch.zeros(1, 1, 2 * model.config.hidden_size)
+    turns = (torch.ones(1, 1, block.self_attn.head_dim),) * 2
+    with pytest.raises(RuntimeError):
+        block(wide, past_key_values=cache, position_embeddings=turns)
+    block.mlp.forward = lambda x: 0 * x
+    logits(model, NEXT[:1])
+    del block.mlp.forward
+    assert len(steps) == 1
+    block.self_attn.o_proj = torch.nn.Identity()
     logits(model, NEXT[:1])
     assert len(steps) == 1
 

@@ -366,16 +366,18 @@ def test_files_that_have_just_changed_are_hashed_each_time(
     assert [Path(name).suffix for name in kept(cache)] == [".tilefuse"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "another", "garbage"])
+@pytest.mark.parametrize("damage", ["truncated", "another", "garbage", "order"])
 def test_damaged_files_are_made_anew(
     damage: str, tmp_path: Path, cache: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    language_models.make(tmp_path / "model", "llama", KINDS["awq-gemm"], rng)
+    language_models.make(tmp_path / "model", "llama", KINDS["gptq-act-order"], rng)
     expected = logits_of(load(tmp_path / "model"))
     (file,) = cache.glob("*.tilefuse")
     good = file.read_bytes()
     if damage == "another":
         tilefuse.save(file, dict(tilefuse.load(file)))
+    elif damage == "order":
+        file.write_bytes(good[:-8] + bytes(8))  # the last tensor is a permutation
     else:
         file.write_bytes(good[:-100] if damage == "truncated" else b"\0" * 100)
     with caplog.at_level(logging.WARNING, "tilefuse"):

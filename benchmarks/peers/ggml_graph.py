@@ -276,13 +276,13 @@ def find_libraries(variant: str) -> tuple[list[Path], dict[str, str]]:
     else:
         folder = Path(sys.prefix) / "ggml" / "lib"
         if not (folder / "version").exists():
-            raise ImportError(f"no ggml in {folder}")
+            raise ImportError("no ggml in this environment")
         name, _, number = (folder / "version").read_text().strip().partition("==")
         version = {name: number}
     names = ["libggml.so"] if variant.startswith("ik") else ["libggml-base.so", "libggml-cpu.so", "libggml.so"]
     paths = [folder / name for name in names]
     if not all(path.exists() for path in paths):
-        raise ImportError(f"no {names[0]} in {folder}")
+        raise ImportError(f"{next(iter(version))} has no {names[0]}")
     return paths, version
 
 

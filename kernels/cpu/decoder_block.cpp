@@ -4,10 +4,12 @@
 
 #include "cpu_features.h"
 #include "matmul_driver.h"
-#include "thread_pool.h"
 
 namespace tilefuse {
 namespace {
+
+thread_local Scratch t_block;      // of the calling thread
+thread_local Scratch t_attention;  // of each thread that attends: their number may change before they start
 
 const BlockOps& ops() {
 #if defined(__x86_64__)
@@ -54,7 +56,6 @@ const char* DecoderBlock::misfit() const {
 }
 
 void run_block(const DecoderBlock& block, const BlockStep& step) {
-  thread_local Scratch scratch;
   const BlockOps& op = ops();
   const Dtype dtype = step.dtype;
   const int64_t item = dtype == Dtype::f32 ? 4 : 2;
@@ -65,16 +66,12 @@ void run_block(const DecoderBlock& block, const BlockStep& step) {
   const int64_t length = step.length + 1;
   const int64_t floats = attend_scratch(group, block.head_dim, length);
 
-  ThreadPool& pool = ThreadPool::instance();
-  const bool parallel = block.kv_heads * length * head >= kSerialBytes;
-  const int64_t threads = parallel ? pool.num_threads() : 1;
   const int64_t wide = aligned(std::max(d, block.heads * block.head_dim) * item);
   const int64_t wider = aligned(std::max(block.qkv.layout.n, 2 * inner) * item);
-  std::byte* const normed = scratch.at_least(2 * wide + 2 * wider + threads * aligned(floats * 4));
+  std::byte* const normed = t_block.at_least(2 * wide + 2 * wider);
   std::byte* const other = normed + wide;
   std::byte* const fused = other + wide;
   std::byte* const gated = fused + wider;
-  std::byte* const sums = gated + wider;
 
   op.norm(dtype, step.x, step.norm_in, d, block.eps_in, block.plus_one, normed);
   multiply(block.qkv, dtype, normed, fused);
@@ -91,16 +88,11 @@ void run_block(const DecoderBlock& block, const BlockStep& step) {
   for (int64_t kv = 0; kv < block.kv_heads; ++kv) {
     std::copy_n(fused + (block.heads + block.kv_heads + kv) * head, head, values + place(kv));
   }
-  const auto attend = [&](int64_t kv, int64_t thread) {
+  parallel_unless_small(block.kv_heads, block.kv_heads * length * head, [&](int64_t kv) {
     const int64_t from = kv * step.capacity * head;
     op.attend(dtype, fused + kv * group * head, keys + from, values + from, group, block.head_dim, length, block.scale,
-              reinterpret_cast<float*>(sums + thread * aligned(floats * 4)), normed + kv * group * head);
-  };
-  if (parallel) {
-    pool.parallel_for(block.kv_heads, [&](int64_t kv, int thread) { attend(kv, thread); });
-  } else {
-    for (int64_t kv = 0; kv < block.kv_heads; ++kv) attend(kv, 0);
-  }
+              reinterpret_cast<float*>(t_attention.at_least(floats * 4)), normed + kv * group * head);
+  });
   multiply(block.o, dtype, normed, other);
   op.add(dtype, step.x, other, d, other);
 

@@ -1,4 +1,6 @@
-// What the matmul drivers share: scratch memory, the split over threads, and results on any CPU.
+// What the matmul drivers share: scratch memory, the split over threads, and results on any CPU. Included by
+// translation units of several instruction sets, hence the unnamed namespace: of one out-of-line copy for all, the
+// linker might keep the one that not every CPU can run.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +18,7 @@
 #include "thread_pool.h"
 
 namespace tilefuse {
+namespace {
 
 // Below this many bytes of tiles (times rows), a matmul takes some microseconds, as long as waking a thread: stay on
 // one.
@@ -115,4 +118,5 @@ inline int64_t row_parts(int64_t n_tiles, int64_t rows) {
   return parts;
 }
 
+}  // namespace
 }  // namespace tilefuse

@@ -110,13 +110,14 @@ def _cached(
                 done += spec.layout.nbytes
             _report(progress, "packing", done, total)
         _log.info("packed weights are kept in %s", path)
-        found = PackedFile(path)
-    return dict(found)
+        found = dict(PackedFile(path))
+    return found
 
 
-def _open(path: Path, key: str, products: Sequence[Product]) -> PackedFile | None:
+def _open(path: Path, key: str, products: Sequence[Product]) -> dict[str, PackedLinear] | None:
     try:
         found = PackedFile(path)
+        layers = dict(found)
     except FileNotFoundError:
         return None
     except TileFuseError as error:
@@ -125,7 +126,7 @@ def _open(path: Path, key: str, products: Sequence[Product]) -> PackedFile | Non
     if found.metadata.get("key") != key or list(found) != [product.name for product in products]:
         _log.warning("packed again, since %s is another checkpoint's", path)
         return None
-    return found
+    return layers
 
 
 def _specs(

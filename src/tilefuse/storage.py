@@ -132,6 +132,8 @@ class PackedWriter:
                 self._start(str(resume_key), header)
         except BaseException:
             os.close(self._file)
+            if not self._resumable:
+                self.partial.unlink(missing_ok=True)
             raise
 
     def _lock(self) -> None:

@@ -116,7 +116,7 @@ class BlockForward:
         if (
             type(x) is not Tensor
             or kind is None
-            or x.shape[:-1] != (1, 1)
+            or x.shape != (1, 1, self.linears[0].in_features)
             or not x.is_contiguous()
             or x.device.type != "cpu"
             or (torch.is_grad_enabled() and x.requires_grad)
@@ -136,22 +136,26 @@ class BlockForward:
         device = phases.name(1)
         if not is_direct_cpu(device) or not self._as_built():
             return None
+        positions = given.get("position_embeddings")
+        if type(positions) is not tuple or len(positions) != 2:
+            return None
         vectors: list[Any] = [norm.weight if norm is not None else None for norm in (*self.norms, *self.head_norms)]
-        vectors += given["position_embeddings"]
+        vectors += positions
         d = attention.head_dim
-        for vector in vectors:
+        width = x.shape[-1]
+        for vector, size in zip(vectors, (width, width, d, d, d, d), strict=True):
             if vector is not None and (
-                vector.dtype is not x.dtype or vector.device.type != "cpu" or not vector.is_contiguous()
+                vector.numel() != size
+                or vector.dtype is not x.dtype
+                or vector.device.type != "cpu"
+                or not vector.is_contiguous()
+                or (torch.is_grad_enabled() and vector.requires_grad)
             ):
                 return None
         batch, heads, length, size = layer.keys.shape
         if batch != 1 or size != d or layer.keys.dtype is not x.dtype or layer.values.shape != layer.keys.shape:
             return None
-        if (
-            vectors[-1].numel() != d
-            or vectors[-2].numel() != d
-            or heads * attention.num_key_value_groups * d != (self.linears[1].in_features)
-        ):
+        if heads * attention.num_key_value_groups * d != self.linears[1].in_features:
             return None
         native = self._block()
         room = _Room.of(layer, length)
@@ -171,9 +175,14 @@ class BlockForward:
         return y
 
     def _as_built(self) -> bool:
-        """Whether no part was replaced, as adapters do, or is watched by a hook."""
+        """Whether no part was replaced, as adapters do, has another ``forward``, or is watched by a hook."""
         for children, name, part in self.parts:
-            if children.get(name) is not part or part._forward_hooks or part._forward_pre_hooks:
+            if (
+                children.get(name) is not part
+                or part._forward_hooks
+                or part._forward_pre_hooks
+                or "forward" in part.__dict__
+            ):
                 return False
         return True
 
