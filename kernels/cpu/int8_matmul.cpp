@@ -57,16 +57,6 @@ void prefetch_lines(const std::byte* p, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) __builtin_prefetch(p + i * 64);
 }
 
-// Fetches rows of y in an output tile: lines of different rows lie in the same few sets of a cache, so no earlier than
-// just before they are written.
-void prefetch_rows_of_y(const MatmulArgs& args, int64_t row0, int64_t rows, int64_t n_tile) {
-  const int64_t element = args.y_dtype == Dtype::f32 ? 4 : 2;
-  auto* y = static_cast<std::byte*>(args.y) + n_tile * kNt * element;
-  for (int64_t r = row0; r < row0 + rows; ++r) {
-    for (int64_t i = 0; i < kNt * element; i += 64) __builtin_prefetch(y + r * args.y_stride * element + i, 1);
-  }
-}
-
 // Passes [begin, end) of a chunk for one output tile.
 void chunk_tile(const MatmulArgs& args, const Int8Kernels& kernels, const Chunk& chunk, int64_t n_tile, int64_t begin,
                 int64_t end) {
@@ -91,7 +81,7 @@ void chunk_tile(const MatmulArgs& args, const Int8Kernels& kernels, const Chunk&
         kernels.pass(run, kt, chunk.offset, prepared, x, sums);
         continue;
       }
-      prefetch_rows_of_y(args, chunk.row0 + row, x.rows, n_tile);
+      prefetch_results(args, chunk.row0 + row, x.rows, n_tile);
       kernels.pass(run, kt, chunk.offset, prepared, x, sums);
       for (int r = 0; r < x.rows; ++r) kernels.store_row(args, chunk.row0 + row + r, n_tile, sums + r * kNt);
     }

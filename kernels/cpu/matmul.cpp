@@ -154,16 +154,6 @@ struct Chunk {
   }
 };
 
-// Asks for the results' memory of some rows of an output tile, each of which is on a page of its own.
-void prefetch_results(const MatmulArgs& args, int64_t row0, int64_t rows, int64_t n_tile) {
-  const int64_t size = args.y_dtype == Dtype::f32 ? 4 : 2;
-  const int64_t bytes = std::min<int64_t>(kNt, args.layout.n - n_tile * kNt) * size;
-  const auto* to = static_cast<const std::byte*>(args.y) + (row0 * args.y_stride + n_tile * kNt) * size;
-  for (int64_t r = 0; r < rows; ++r, to += args.y_stride * size) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(to + i, 1);
-  }
-}
-
 // Passes [begin, end) of a chunk for one output tile.
 void passes_tile(const MatmulArgs& args, const PassKernels& kernels, bool fused, const Chunk& chunk, int64_t n_tile,
                  int64_t begin, int64_t end) {

@@ -67,6 +67,17 @@ inline void store_row(const MatmulArgs& args, int64_t row, int64_t n_tile, const
   }
 }
 
+// Asks for the results' memory of some rows of an output tile, each of which is on a page of its own. Lines of
+// different rows lie in the same few sets of a cache, so no earlier than just before they are written.
+inline void prefetch_results(const MatmulArgs& args, int64_t row0, int64_t rows, int64_t n_tile) {
+  const int64_t size = args.y_dtype == Dtype::f32 ? 4 : 2;
+  const int64_t bytes = std::min<int64_t>(kNt, args.layout.n - n_tile * kNt) * size;
+  const auto* to = static_cast<const std::byte*>(args.y) + (row0 * args.y_stride + n_tile * kNt) * size;
+  for (int64_t r = 0; r < rows; ++r, to += args.y_stride * size) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(to + i, 1);
+  }
+}
+
 inline TileRun run_of(const MatmulArgs& args, int64_t n_tile) {
   return {.layout = &args.layout, .tiles = args.weights + args.layout.tile_offset(n_tile, 0)};
 }
