@@ -414,7 +414,12 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("TILEFUSE_CPU_LEVEL", "avx1024"), ("TILEFUSE_NUM_THREADS", "many"), ("TILEFUSE_DEVICE", "gpu")],
+    [
+        ("TILEFUSE_CPU_LEVEL", "avx1024"),
+        ("TILEFUSE_NUM_THREADS", "many"),
+        ("TILEFUSE_DEVICE", "gpu"),
+        ("TILEFUSE_DEVICE", "\udcff"),  # a byte that is no UTF-8
+    ],
 )
 def test_misspelt_environment(variable: str, value: str) -> None:
     """A setting that can't be followed is an error at the first product, not ignored."""

@@ -237,7 +237,8 @@ py::object call(const CpuLayer& layer, py::handle x, int axes, py::handle out) {
 
 py::object environment(const char* name) {
   const char* value = std::getenv(name);
-  return value == nullptr ? py::none() : py::object(py::str(value));
+  // As os.environ decodes: any bytes.
+  return value == nullptr ? py::none() : py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(value));
 }
 
 }  // namespace
