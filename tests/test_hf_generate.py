@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ transformers = pytest.importorskip("transformers", reason="the [hf] extra is not
 import language_models  # noqa: E402
 
 from tilefuse import commands  # noqa: E402
-from tilefuse.errors import FormatError, ShapeError  # noqa: E402
-from tilefuse.hf.generation import Loaded, _Stream, generate, load, prompt_ids  # noqa: E402
+from tilefuse.errors import FormatError, ShapeError, TileFuseError  # noqa: E402
+from tilefuse.hf.generation import MIN_TEMPERATURE, Loaded, _Stream, generate, load, prompt_ids  # noqa: E402
 from tilefuse.phases import CHUNK  # noqa: E402
 
 pytestmark = [
@@ -137,6 +138,51 @@ def test_refusals(
     with pytest.raises(FormatError, match="not quantised"):
         load(tmp_path / "plain")
     assert commands.run(["generate", str(tmp_path / "nothing" / "there" / "at" / "all"), "-p", "w5"]) == 1
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 4}, r"not in its files, 'model\.layers\.\d+\.input_layernorm\.weight' first"),
+        ({"num_hidden_layers": 1}, r"num_hidden_layers = 1, and its files go on with 'model\.layers\.1\."),
+        ({"vocab_size": 8}, "transformers can't load it"),
+        ({"num_attention_heads": 0}, "transformers can't load it"),
+        ({"quantization_config": []}, "transformers can't load it"),
+        ({"model_type": "nothing"}, "transformers can't load it"),
+    ],
+    ids=str,
+)
+def test_configurations_of_another_model(model: tuple[Path, Any], changes: dict[str, Any], words: str) -> None:
+    """transformers draws at random what the files lack, leaves out what is too much, and raises errors of any class."""
+    edit(model[0] / "config.json", **changes)
+    with pytest.raises(FormatError, match=words):
+        load(model[0])
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_damaged_settings(model: tuple[Path, Any], name: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (model[0] / name).write_text(text)
+    assert commands.run(["generate", str(model[0]), "-p", "w5"]) == 1
+    assert str(model[0]) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-7, -1.0, float("nan"), float("inf")])
+def test_temperatures_that_overflow(model: tuple[Path, Any], temperature: float) -> None:
+    loaded = load(model[0], dtype=torch.float32)
+    with pytest.raises(TileFuseError, match=r"temperature is .* 1e-06 and above"):
+        generate(loaded, torch.tensor([[5]]), temperature=temperature)
+
+
+def test_smallest_temperature(model: tuple[Path, Any]) -> None:
+    """So cold that nothing but the likeliest token is drawn."""
+    loaded, ids = load(model[0], dtype=torch.float32), torch.tensor([[5, 17]])
+    cold = generate(loaded, ids, max_new_tokens=6, temperature=MIN_TEMPERATURE)
+    assert cold.tokens == theirs(model[1], [5, 17], 6)
 
 
 def test_characters_of_several_tokens_come_whole() -> None:

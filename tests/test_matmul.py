@@ -484,6 +484,8 @@ BAD_CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("axes", lambda f, x, w: f(x[None], w), tf.errors.ShapeError, r"\[1, 3, 64\]"),
     ("scalar", lambda f, x, w: f(np.float32(1) * np.ones(()), w), tf.errors.DtypeError, "x is"),
     ("vector", lambda f, x, w: f(x[0], w), tf.errors.ShapeError, "takes"),
+    ("compute", lambda f, x, w: f(x, w, compute="int4"), tf.errors.DtypeError, "compute is 'int4'"),
+    ("compute array", lambda f, x, w: f(x, w, compute=np.array(["int8", "x"])), tf.errors.DtypeError, "compute is"),
     ("device", lambda f, x, w: f(x, w, device="gpu"), tf.errors.DeviceError, "'gpu'"),
     ("out shape", lambda f, x, w: f(x, w, out=np.empty((3, 33), F32)), tf.errors.ShapeError, r"\[3, 33\]"),
     ("out axes", lambda f, x, w: f(x, w, out=np.empty(32, F32)), tf.errors.ShapeError, "out has shape"),
@@ -533,6 +535,13 @@ def test_linear_many(rng: np.random.Generator) -> None:
     assert tf.linear_many([]) == []
     with pytest.raises(tf.errors.ShapeError, match="the last axis must be K = 64"):
         tf.linear_many([*calls, (np.ones((2, 63), F32), layers[0])])
+    x, layer = calls[0]
+    for bad in (x, (x,), (x, layer, x), layer, None):
+        with pytest.raises(tf.errors.DtypeError, match=r"calls\[1\] is a \w+ and no pair"):
+            tf.linear_many([calls[0], bad])  # type: ignore[list-item]
+    for none in (None, layer, 3):
+        with pytest.raises(tf.errors.DtypeError, match=r"calls is a \w+: pass a list"):
+            tf.linear_many(none)  # type: ignore[arg-type]
     with pytest.raises(tf.errors.DtypeError, match="layer is a int"):
         tf.linear_many([(np.ones(64, F32), 3)])  # type: ignore[list-item]
 

@@ -234,6 +234,9 @@ def test_pack_into_a_given_buffer() -> None:
     dirty.flags.writeable = False
     with pytest.raises(LayoutError, match="read-only"):
         tf.pack(layer, out=dirty)
+    for other in (bytearray(dirty.size), "out", dirty.size):
+        with pytest.raises(DtypeError, match=rf"out is a {type(other).__name__}: pass a NumPy array"):
+            tf.pack(layer, out=other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3.4e38, -3.4e38])

@@ -44,9 +44,9 @@ def _overlap(a: FloatArray, b: FloatArray) -> bool:
 def _matmul_of(device: str | None, compute: str | None) -> Callable[[FloatArray, PackedLinear, FloatArray], None]:
     """The product of that device in that arithmetic."""
     found = resolve_device(device)
-    if compute is None or compute == "bf16":
+    if compute is None or (isinstance(compute, str) and compute == "bf16"):
         return found.matmul
-    if compute != "int8":
+    if not isinstance(compute, str) or compute != "int8":
         raise DtypeError(f'compute is {compute!r}: pass None or "bf16" (the default), or "int8"')
     int8: Callable[[FloatArray, PackedLinear, FloatArray], None] | None = getattr(found, "matmul_int8", None)
     if int8 is None:
@@ -200,6 +200,16 @@ def linear(
     return out
 
 
+def _pairs(calls: Any) -> list[tuple[Any, PackedLinear]]:
+    if not isinstance(calls, Iterable):
+        raise DtypeError(f"calls is a {type(calls).__name__}: pass a list of (x, layer)")
+    found = list(calls)
+    for index, call in enumerate(found):
+        if not isinstance(call, tuple | list) or len(call) != 2:
+            raise DtypeError(f"calls[{index}] is a {type(call).__name__} and no pair: pass (x, layer)")
+    return found
+
+
 def linear_many(
     calls: Iterable[tuple[Any, PackedLinear]],
     *,
@@ -223,7 +233,7 @@ def linear_many(
     Raises:
         ShapeError, DtypeError, DeviceError: As in `gemm`. Nothing has been computed then, unless the device failed.
     """
-    calls = list(calls)
+    calls = _pairs(calls)
     prepared, results = [], []
     if out_dtype is None and compute is None and is_direct_cpu(device):
         for x, given in calls:

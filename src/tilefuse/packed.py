@@ -218,6 +218,8 @@ def pack(
         q = _part(q, shard, axis)
     layout = packed_layout(q, columns)
     validation.check(q, {}, values=False)
+    if out is not None and not isinstance(out, np.ndarray):
+        raise DtypeError(f"{_title(q)}: out is a {type(out).__name__}: pass a NumPy array, uint8 [{layout.nbytes}]")
     data = weights_empty(layout.nbytes) if out is None else out
     if not data.flags.writeable:
         raise LayoutError(f"{_title(q)}: out is read-only; pass an array that can be written")

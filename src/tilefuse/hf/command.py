@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from tilefuse.errors import TileFuseError
-from tilefuse.hf.generation import DTYPES, Generated, Loaded, generate, load, peak_memory, prompt_ids
+from tilefuse.hf.generation import DTYPES, Generated, Loaded, check_temperature, generate, load, peak_memory, prompt_ids
 from tilefuse.hf.routing import phases_of
 from tilefuse.runtime import resolve_device, set_num_threads
 
@@ -36,6 +36,7 @@ def run(
     """
     if dtype not in DTYPES:
         raise TileFuseError(f"dtype is {dtype!r}: there are {', '.join(DTYPES)}")
+    check_temperature(temperature)
     if threads:
         set_num_threads(threads)
         import torch

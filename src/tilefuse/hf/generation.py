@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 import tilefuse.hf.quantizer  # noqa: F401 (registers the quantiser)
-from tilefuse.errors import FormatError, ShapeError
+from tilefuse.errors import FormatError, ShapeError, TileFuseError
 from tilefuse.hf.blocks import BlockForward
 from tilefuse.hf.linear import TileFuseLinear
 from tilefuse.hf.options import options
@@ -29,6 +32,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+
+MIN_TEMPERATURE = 1e-6
+"""Logits divided by it are within float32, which transformers samples in, by a wide margin."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ def load(
         **choices: As in `tilefuse.hf.options`.
 
     Raises:
-        TileFuseError: The checkpoint isn't quantised, or can't be read or packed.
+        TileFuseError: The checkpoint isn't quantised, lacks tensors of its model, or can't be read or packed.
         OSError: There is no such checkpoint.
     """
     stages: set[str] = set()
@@ -78,15 +84,16 @@ def load(
         if progress is not None:
             progress(what, done, total)
 
-    with _quiet():  # imports the model's code, and with it a good deal of torch
+    with _quiet(), _refusals(path):  # imports the model's code, and with it a good deal of torch
         MODEL_FOR_CAUSAL_LM_MAPPING.get(type(AutoConfig.from_pretrained(path)), None)
     start = time.perf_counter()
-    with _quiet(), options(progress=report, **choices):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    with _quiet(), options(progress=report, **choices), _refusals(path):
+        model, found = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(path)
     layers = [module.layer for module in model.modules() if isinstance(module, TileFuseLinear)]
     if not layers:
         raise FormatError(f"{path} is not quantised, and only quantised layers run on tilefuse: tilefuse quantize it")
+    _check_tensors(path, model, found)
     return Loaded(
         model,
         tokenizer,
@@ -95,6 +102,40 @@ def load(
         sum(layer.nbytes for layer in layers),
         sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
     )
+
+
+@contextlib.contextmanager
+def _refusals(path: str | Path) -> Iterator[None]:
+    """What transformers and tokenizers raise for files that they can't take is of any class."""
+    try:
+        yield
+    except (TileFuseError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise FormatError(
+            f"{path}: transformers can't load it ({reason}); check its config.json and its tokenizer's files, and "
+            "whether this release of transformers knows the model"
+        ) from error
+
+
+def _check_tensors(path: str | Path, model: Any, found: Mapping[str, Any]) -> None:
+    """Refuses what transformers only warns of: tensors drawn at random, and decoder blocks left out."""
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise FormatError(
+            f"{path}: {len(missing)} tensors that its config.json calls for are not in its files, {missing[0]!r} "
+            "first; fetch them again, or correct config.json"
+        )
+    # Heads for other tasks and buffers of old releases are usual; one more decoder block is another model.
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    blocks = {name: re.search(r"\.layers\.(\d+)\.", name) for name in sorted(found["unexpected_keys"])}
+    beyond = [name for name, block in blocks.items() if block and count is not None and int(block[1]) >= count]
+    if beyond:
+        raise FormatError(
+            f"{path}: by its config.json it has num_hidden_layers = {count}, and its files go on with {beyond[0]!r}; "
+            "correct config.json"
+        )
 
 
 class _quiet:
@@ -200,6 +241,14 @@ def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool = True) -> torch.Tenso
     return ids
 
 
+def check_temperature(temperature: float) -> None:
+    """Raises TileFuseError for one that can't be sampled at."""
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature < math.inf:
+        raise TileFuseError(
+            f"temperature is {temperature}: pass 0 for the likeliest token each time, or {MIN_TEMPERATURE:g} and above"
+        )
+
+
 def generate(
     loaded: Loaded,
     ids: torch.Tensor,
@@ -216,12 +265,14 @@ def generate(
         ids: The prompt, [1, T].
         max_new_tokens: Tokens at most.
         min_new_tokens: Tokens at least: the end is not taken before.
-        temperature: Divides the logits of what is drawn from.
+        temperature: Divides the logits of what is drawn from; 0, or 1e-6 and above: with less they overflow.
         on_text: Called with each piece of text.
 
     Raises:
         ShapeError: The prompt is empty, or longer than the model's context.
+        TileFuseError: ``temperature`` is outside its range.
     """
+    check_temperature(temperature)
     model, prompt = loaded.model, ids.shape[-1]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not prompt:
