@@ -139,3 +139,20 @@ def test_torch(rng: np.random.Generator, known: Known, shape: tuple[int, ...]) -
     assert torch.equal(out, direct(known, x).to(torch.bfloat16))
     for other in (x.double(), x.to("meta"), x.to_sparse(), torch.nn.Parameter(x), torch.complex(x, -x).conj().imag):
         assert direct(known, other) is None
+
+
+@pytest.mark.peers
+def test_torch_without_memory(rng: np.random.Generator, known: Known) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(values(rng, 2, K))
+    for transformed in (torch.func.functionalize, torch.func.vmap):
+        with pytest.raises(tf.errors.DtypeError, match="without memory"):
+            transformed(lambda part: tf.linear(part, known.layer))(x)
+    freed, out = x.clone(), torch.empty(2, N)
+    for each in (freed, out):
+        each.untyped_storage().resize_(0)
+    assert direct(known, freed) is None
+    with pytest.raises(tf.errors.DtypeError, match="without memory"):
+        tf.gemm(freed, known.layer)
+    with pytest.raises(tf.errors.DtypeError, match="without memory"):
+        tf.gemm(x, known.layer, out=out)

@@ -93,6 +93,17 @@ class FloatArray:
         return self.owner.numpy()  # type: ignore[no-any-return]
 
 
+def _torch_address(x: Any, argument: str) -> int:
+    """Address of a CPU tensor's memory, which those within transformations of torch.func, for one, don't have."""
+    try:
+        address = int(x.data_ptr())
+    except RuntimeError:
+        address = 0
+    if not address and x.numel():
+        raise DtypeError(f"{argument} is a torch tensor without memory: pass it outside of torch.func and tracing")
+    return address
+
+
 def view_rows(x: Any, argument: str, *, copy: bool = True) -> FloatArray | None:
     """``x`` as a `FloatArray` of one or two axes, without a copy where its layout allows.
 
@@ -134,7 +145,7 @@ def view_rows(x: Any, argument: str, *, copy: bool = True) -> FloatArray | None:
             if not copy:
                 return None
             x = x.contiguous()
-        return FloatArray(x, kind, x.data_ptr(), x.stride(0) if x.ndim == 2 else 0)
+        return FloatArray(x, kind, _torch_address(x, argument), x.stride(0) if x.ndim == 2 else 0)
     raise DtypeError(f"{argument} is a {type(x).__name__}: pass a NumPy array or a torch tensor ({_TAKEN})")
 
 

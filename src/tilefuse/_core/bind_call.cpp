@@ -181,8 +181,13 @@ class Libraries {
       shape.sizes[static_cast<size_t>(i)] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
       shape.strides[static_cast<size_t>(i)] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides.ptr(), i));
     }
-    const auto address = PyLong_AsUnsignedLongLong(call(names_.data_ptr).ptr());
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    // Tensors within transformations of torch.func say what they are, but have no memory.
+    const auto found_address =
+        py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), names_.data_ptr.ptr()));
+    const auto address = found_address ? PyLong_AsUnsignedLongLong(found_address.ptr()) : 0;
+    if (PyErr_Occurred() != nullptr) PyErr_Clear();
+    if (address == 0) return std::nullopt;
     return rows_of(shape, static_cast<Dtype>(found - torch_dtypes_.begin()), address);
   }
 

@@ -117,8 +117,9 @@ class BlockForward:
             type(x) is not Tensor
             or kind is None
             or x.shape != (1, 1, self.linears[0].in_features)
-            or not x.is_contiguous()
             or x.device.type != "cpu"
+            or not x.is_contiguous()
+            or not x.data_ptr()
             or (torch.is_grad_enabled() and x.requires_grad)
             or given.get("attention_mask") is not None
             or not given.keys() <= _ARGUMENTS
@@ -148,6 +149,7 @@ class BlockForward:
                 vector.numel() != size
                 or vector.dtype is not x.dtype
                 or vector.device.type != "cpu"
+                or not vector.data_ptr()
                 or not vector.is_contiguous()
                 or (torch.is_grad_enabled() and vector.requires_grad)
             ):
