@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,16 @@ def test_temperatures_that_overflow(model: tuple[Path, Any], temperature: float)
     loaded = load(model[0], dtype=torch.float32)
     with pytest.raises(TileFuseError, match=r"temperature is .* 1e-06 and above"):
         generate(loaded, torch.tensor([[5]]), temperature=temperature)
+
+
+def test_prompts_that_are_no_text(
+    model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arguments with such bytes reach Python as lone surrogates; standard input refuses to decode them."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w5 \xff"), "utf-8"))
+    for prompt in ("w5 \udcff", "-"):
+        assert commands.run(["generate", str(model[0]), "-p", prompt]) == 1
+        assert "not a text in UTF-8" in capsys.readouterr().err
 
 
 def test_smallest_temperature(model: tuple[Path, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from tilefuse.errors import TileFuseError
+from tilefuse.errors import FormatError, TileFuseError
 from tilefuse.hf.generation import DTYPES, Generated, Loaded, check_temperature, generate, load, peak_memory, prompt_ids
 from tilefuse.hf.routing import phases_of
 from tilefuse.runtime import resolve_device, set_num_threads
@@ -43,7 +43,10 @@ def run(
 
         torch.set_num_threads(threads)
     if prompt == "-":
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"the prompt on standard input is not a text in UTF-8 ({error})") from None
     console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}", markup=False),

@@ -230,7 +230,15 @@ class _Stream(BaseStreamer):  # type: ignore[misc,unused-ignore]
 
 
 def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool = True) -> torch.Tensor:
-    """Token ids [1, T] of a prompt, as the first turn of a conversation where the tokenizer has a template for one."""
+    """Token ids [1, T] of a prompt, as the first turn of a conversation where the tokenizer has a template for one.
+
+    Raises:
+        FormatError: The prompt has lone surrogates, as Python makes of bytes that are no UTF-8.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise FormatError(f"the prompt is not a text in UTF-8 ({error.reason} at {error.start}): correct it") from None
     if chat and getattr(tokenizer, "chat_template", None):
         turn = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
