@@ -27,6 +27,10 @@ import numpy.typing as npt
 
 try:
     from tilefuse import _emu
+
+    # An editable install sees the folder of the module's sources as a package of that name.
+    if not hasattr(_emu, "kernels"):
+        raise ImportError("not built")
 except ImportError as error:
     raise ImportError(
         "this build has no emulator: install with `pip install . -C cmake.define.TILEFUSE_EMULATOR=ON`"
