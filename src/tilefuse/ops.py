@@ -138,7 +138,7 @@ def gemm(
         out: [M, N], written and returned.
         out_dtype: Type of the result; None for that of ``x``.
         compute: "int8" quantises activations to signed 8 bits, a scale for each row and group of input channels, and
-            multiplies in integers: faster for two rows and more, and off by some 0.65 % of the results' usual magnitude
+            multiplies in integers: faster for many rows, and off by some 0.65 % of the results' usual magnitude
             (docs/numerics.md). A NaN or Inf in a row makes its results NaN. Devices "cpu", "auto"
             (which takes the CPU) and "reference". None or "bf16": as above.
 
@@ -231,7 +231,7 @@ def linear_many(
         [..., N] of each.
 
     Raises:
-        ShapeError, DtypeError, DeviceError: As in `gemm`. Nothing has been computed then, unless the device failed.
+        ShapeError, DtypeError, DeviceError: As in `gemm`, for the first call that can't be done; no result is returned.
     """
     calls = _pairs(calls)
     prepared, results = [], []
