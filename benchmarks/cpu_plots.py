@@ -99,8 +99,10 @@ def chosen(run: Run, cases: Sequence[CaseResult], belongs: Callable[[Contender],
 def decode(run: Run) -> Any:
     """Bars of gigabytes a second, a group for each shape, under a line at what DRAM did."""
     cases = [case for case in run.cases if case.m == 1]
+    if not cases:
+        return None
     names = chosen(run, cases, lambda each: each.bits == 4 and not each.level)
-    if not cases or not names:
+    if not names:
         return None
     palette = colours(run, names)
     figure, axes = pyplot.subplots(figsize=(max(7.5, 1.6 + 1.25 * len(cases)), 4.0), layout="constrained")

@@ -344,6 +344,10 @@ def test_plots(tmp_path: Path) -> None:
     cpu_plots.write_plots(made_up(), tmp_path)
     assert (tmp_path / "cpu-rows.svg").read_bytes() == first
     assert cpu_plots.write_plots(Run({}, {}), tmp_path) == []
+    many = made_up()
+    many.cases[:] = [case for case in many.cases if case.m > 1]
+    assert many.cases
+    assert "cpu-decode.svg" not in [path.name for _, path in cpu_plots.write_plots(many, tmp_path)]
 
 
 def test_call_overhead_is_what_the_kernel_leaves() -> None:
