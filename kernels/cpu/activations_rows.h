@@ -46,11 +46,6 @@ void load_row(const MatmulArgs& args, int64_t row, int64_t k, float* out) {
   std::memset(out + args.layout.k, 0, sizeof(float) * static_cast<size_t>(k - args.layout.k));
 }
 
-// 2^exponent, which must be that of a normal number.
-inline float power_of_two(int exponent) {
-  return __builtin_bit_cast(float, static_cast<uint32_t>(exponent + 127) << 23);
-}
-
 // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the significand.
 inline constexpr float kMagic = 0x1.8p23F;
 inline constexpr uint32_t kMagicBits = 0x4B400000U;

@@ -134,10 +134,6 @@ inline DigitRow digit_row(const DigitMemory& at, const std::byte* memory, int ro
           .rests = reinterpret_cast<const DigitRest*>(memory)};
 }
 
-inline float power_of_two(int exponent) {
-  return __builtin_bit_cast(float, static_cast<uint32_t>(exponent + 127) << 23);
-}
-
 inline uint32_t largest_magnitude(const float* x, int count) {
   const __m256i mask = _mm256_set1_epi32(0x7FFFFFFF);
   __m256i largest = _mm256_setzero_si256();

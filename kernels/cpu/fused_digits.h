@@ -11,14 +11,13 @@
 #include <cstring>
 
 #include "bf16.h"
+#include "loads_avx512.h"
 #include "matmul_kernels.h"
 
 namespace tilefuse {
 namespace {
 
 constexpr int kVectors = kNt / 16;  // vectors of 32-bit lanes that hold the 64 output channels
-
-inline void prefetch(const std::byte* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
 // Tiles are read in the order of memory, which hardware prefetchers follow better by themselves: on Zen 4 asking for
 // the codes of a later tile cost a tenth to a third of the speed. But with several groups, what follows the codes is
@@ -42,11 +41,6 @@ inline void prefetch_scales(const TileLayout& layout, const std::byte* tile, int
   const int64_t zero_bytes = layout.zero == ZeroKind::z8 ? kNt : 2 * kNt;
   for (int64_t i = 0; i < 2 * kNt; i += 64) prefetch(ahead + layout.scale_offset + group * (2 * kNt) + i);
   for (int64_t i = 0; i < zero_bytes; i += 64) prefetch(ahead + layout.zero_offset + group * zero_bytes + i);
-}
-
-inline __m512 load_bf16(const std::byte* p) {
-  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
 }
 
 // D_i of one group: [kDigits][64 output channels].

@@ -129,14 +129,8 @@ void matmul_int8(const MatmulArgs& args) {
     quantise_chunk(args, kernels, chunk);
     const int64_t parts = std::min(row_parts(n_tiles, chunk.rows), chunk.passes);
     const int64_t bytes = chunk.rows * weight_bytes(args);
-    if (parts == 1) {
-      parallel_tiles(args.layout, bytes,
-                     [&](int64_t n_tile) { chunk_tile(args, kernels, chunk, n_tile, 0, chunk.passes); });
-      continue;
-    }
-    parallel_unless_small(n_tiles * parts, bytes, [&](int64_t item) {
-      const int64_t part = item % parts;
-      chunk_tile(args, kernels, chunk, item / parts, part * chunk.passes / parts, (part + 1) * chunk.passes / parts);
+    parallel_passes(args.layout, parts, chunk.passes, bytes, [&](int64_t n_tile, int64_t begin, int64_t end) {
+      chunk_tile(args, kernels, chunk, n_tile, begin, end);
     });
   }
 }

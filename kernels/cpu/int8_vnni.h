@@ -13,6 +13,7 @@
 
 #include "int8_group.h"
 #include "int8_kernels.h"
+#include "loads_avx512.h"
 
 namespace tilefuse {
 namespace {
@@ -27,14 +28,6 @@ using Sums16 = int32_t __attribute__((vector_size(64)));
 TILEFUSE_ALWAYS_INLINE Sums16 dpbusd(Sums16 sum, __m512i u, __m512i s) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(s));
   return sum;
-}
-
-// Hardware prefetchers stop at each 4 KiB page, a tile is about that: kernels prefetch the next tile.
-inline void prefetch_line(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-
-inline __m512 load_16_bf16(const std::byte* p) {
-  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
 }
 
 // 8-bit codes of 8 input by 16 output channels: `low` has channels 0..3, `high` 4..7.
@@ -56,7 +49,7 @@ inline __m512i int8_zeros(const TileLayout& layout, const std::byte* tile, int64
   if (layout.zero == ZeroKind::z8) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros + at)));
   }
-  const __m512 m = load_16_bf16(zeros + at * 2);
+  const __m512 m = load_bf16(zeros + at * 2);
   const __m512 limit = _mm512_set1_ps(static_cast<float>((1 << layout.bits) - 1));
   // The order of operands makes 0 / 0 a bound.
   const __m512 exact = _mm512_div_ps(_mm512_sub_ps(_mm512_setzero_ps(), m), scale);
@@ -118,9 +111,10 @@ void prepare_vnni(const TileRun& run, int64_t k_tile, bool many, std::byte* prep
   const std::byte* tile = run.tiles + k_tile * layout.tile_bytes;
   auto& out = *reinterpret_cast<PreparedVnni*>(prepared);
   const int blocks = layout.tile_group / kBlock;
-  // Few rows: what follows the codes of the next tile; `pass` fetches those.
+  // Hardware prefetchers stop at each 4 KiB page, a tile is about that: kernels prefetch the next tile. Few rows: what
+  // follows its codes; `pass` fetches those.
   for (int64_t i = many ? layout.tile_bytes : layout.scale_offset; i < layout.tile_bytes; i += 64)
-    prefetch_line(tile + layout.tile_bytes + i);
+    prefetch(tile + layout.tile_bytes + i);
   for (int g = 0; g < layout.groups_per_tile(); ++g) {
     Int8Group& group = out.groups[g];
     const std::byte* codes = tile + g * blocks * (kNt * layout.bits);
@@ -128,7 +122,7 @@ void prepare_vnni(const TileRun& run, int64_t k_tile, bool many, std::byte* prep
     __mmask16 equal = 0xFFFF;
     __m512i first_zero = _mm512_setzero_si512();
     for (int v = 0; v < kInt8Vectors; ++v) {
-      const __m512 scale = load_16_bf16(tile + layout.scale_offset + (first + v * 16) * 2);
+      const __m512 scale = load_bf16(tile + layout.scale_offset + (first + v * 16) * 2);
       const __m512i z = int8_zeros(layout, tile, first + v * 16, scale, group.rest + v * 16);
       if (v == 0) first_zero = _mm512_broadcastd_epi32(_mm512_castsi512_si128(z));
       equal &= _mm512_cmpeq_epi32_mask(z, first_zero);
@@ -252,7 +246,7 @@ template <int kBits, int kRowsHere, int kAtOnce>
       if constexpr (kBits == 4) {
 #pragma GCC unroll 16
         for (int v = 0; v < kAtOnce; ++v) {
-          prefetch_line(later);
+          prefetch(later);
           later += 64;
           low[v] = _mm512_and_si512(_mm512_load_si512(at + v * 64), mask);
         }
@@ -266,8 +260,8 @@ template <int kBits, int kRowsHere, int kAtOnce>
 #pragma GCC unroll 16
         for (int v = 0; v < kAtOnce; ++v) {
           const CodesW8 w(at + v * kBytes);
-          prefetch_line(later);
-          prefetch_line(later + 64);
+          prefetch(later);
+          prefetch(later + 64);
           later += 128;
           low[v] = w.low;
           high[v] = w.high;

@@ -215,15 +215,8 @@ void matmul_passes(const MatmulArgs& args, const PassKernels& kernels) {
     });
     const bool fused = few && exact.load(std::memory_order_relaxed);
     const int64_t parts = row_parts(n_tiles, chunk.rows);
-    if (parts == 1) {
-      parallel_tiles(args.layout, bytes,
-                     [&](int64_t n_tile) { passes_tile(args, kernels, fused, chunk, n_tile, 0, chunk.passes); });
-      continue;
-    }
-    parallel_unless_small(n_tiles * parts, bytes, [&](int64_t item) {
-      const int64_t part = item % parts;
-      passes_tile(args, kernels, fused, chunk, item / parts, part * chunk.passes / parts,
-                  (part + 1) * chunk.passes / parts);
+    parallel_passes(args.layout, parts, chunk.passes, bytes, [&](int64_t n_tile, int64_t begin, int64_t end) {
+      passes_tile(args, kernels, fused, chunk, n_tile, begin, end);
     });
   }
 }

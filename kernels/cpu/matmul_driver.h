@@ -117,6 +117,16 @@ void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
   });
 }
 
+// Runs fn(n_tile, begin, end) for each output tile and, in `parts`, all of `passes`: [begin, end) of them at a time.
+template <typename Fn>
+void parallel_passes(const TileLayout& layout, int64_t parts, int64_t passes, int64_t bytes, Fn&& fn) {
+  if (parts == 1) return parallel_tiles(layout, bytes, [&](int64_t n_tile) { fn(n_tile, int64_t{0}, passes); });
+  parallel_unless_small(layout.n_tiles_used() * parts, bytes, [&](int64_t item) {
+    const int64_t part = item % parts;
+    fn(item / parts, part * passes / parts, (part + 1) * passes / parts);
+  });
+}
+
 inline int64_t weight_bytes(const MatmulArgs& args) {
   return args.layout.n_tiles_used() * args.layout.k_tiles_used() * args.layout.tile_bytes;
 }

@@ -18,13 +18,15 @@ def _layer_of(layer: object) -> PackedLinear:
     return layer
 
 
-def _quick(x: Any, layer: PackedLinear, device: str | None, out: Any, axes: int) -> Any:
+def _quick(
+    x: Any, layer: PackedLinear, device: str | None, out: Any, out_dtype: Any, compute: str | None, axes: int
+) -> Any:
     """The product by one call of C++, for plain arrays on the CPU; None where `_matmul` is to have a look.
 
     Args:
         axes: That x must have, 0 for any number.
     """
-    if type(layer) is not PackedLinear:
+    if out_dtype is not None or compute is not None or type(layer) is not PackedLinear:
         return None
     call = layer.__dict__.get("_cpu_direct")
     return None if call is None or not is_direct_cpu(device) else call(x, axes, out)
@@ -88,10 +90,7 @@ def _matmul(
         if target.shape[-1] and _overlap(view, target):
             view = view_rows(x.clone() if hasattr(x, "clone") else x.copy(), "x")
             assert view is not None
-    if compute is None:
-        resolve_device(device).matmul(view, layer, target)
-    else:
-        _matmul_of(device, compute)(view, layer, target)
+    _matmul_of(device, compute)(view, layer, target)
     if direct is None:
         result[...] = target.owner
     return result
@@ -148,7 +147,7 @@ def gemm(
     Raises:
         ShapeError, DtypeError, DeviceError: An argument doesn't fit; the message says which and how.
     """
-    quick = None if out_dtype is not None or compute is not None else _quick(x, layer, device, out, 2)
+    quick = _quick(x, layer, device, out, out_dtype, compute, 2)
     return quick if quick is not None else _matmul(x, _layer_of(layer), device, out, out_dtype, compute, rows_axis=True)
 
 
@@ -162,7 +161,7 @@ def gemv(
     compute: str | None = None,
 ) -> Any:
     """``y = x W + bias`` for one vector of activations: [K] -> [N]. Arguments as in `gemm`."""
-    quick = None if out_dtype is not None or compute is not None else _quick(x, layer, device, out, 1)
+    quick = _quick(x, layer, device, out, out_dtype, compute, 1)
     return (
         quick if quick is not None else _matmul(x, _layer_of(layer), device, out, out_dtype, compute, rows_axis=False)
     )
@@ -178,7 +177,7 @@ def linear(
     compute: str | None = None,
 ) -> Any:
     """``y = x W + bias`` over the last axis: [..., K] -> [..., N]. Arguments as in `gemm`."""
-    quick = None if out_dtype is not None or compute is not None else _quick(x, layer, device, out, 0)
+    quick = _quick(x, layer, device, out, out_dtype, compute, 0)
     if quick is not None:
         return quick
     layer = _layer_of(layer)
@@ -237,7 +236,7 @@ def linear_many(
     prepared, results = [], []
     if out_dtype is None and compute is None and is_direct_cpu(device):
         for x, given in calls:
-            results.append(_quick(x, given, device, None, 0))
+            results.append(_quick(x, given, device, None, None, None, 0))
             if results[-1] is None:
                 break
         else:
