@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from tilefuse.files import write_atomically
@@ -51,8 +50,7 @@ class BlockStore:
     def write(self, index: int, tensors: Block) -> None:
         """Keep a block."""
         with new_directory(self._block(index)) as partial, contextlib.closing(Shards(partial, sys.maxsize)) as shards:
-            for name, array in sorted(tensors.items(), key=lambda item: -np.dtype(item[1].dtype).itemsize):
-                shards.add(name, array)
+            shards.add_all(tensors)
             shards.finish()
 
     def read(self, index: int) -> Block:

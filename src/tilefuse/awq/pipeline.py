@@ -228,15 +228,13 @@ def _assemble(checkpoint: Checkpoint, out: Path, options: Options, store: BlockS
     extras: dict[str, Array] = {}
     with new_directory(out) as partial, contextlib.closing(Shards(partial, options.shard_bytes)) as shards:
         for index in range(count):
-            # Descending item size keeps every tensor aligned without holes, which the container forbids.
-            for name, array in sorted(store.read(index).items(), key=lambda item: -item[1].dtype.itemsize):
-                shards.add(name, array)
-                replaced.add(name)
-                nbytes += array.nbytes
+            block = store.read(index)
+            shards.add_all(block)
+            replaced |= block.keys()
+            nbytes += sum(array.nbytes for array in block.values())
         extras = {name: checkpoint.tensor(name) for name in checkpoint.tensors() if name not in replaced}
-        for name, array in sorted(extras.items(), key=lambda item: -item[1].dtype.itemsize):
-            shards.add(name, array)
-            nbytes += array.nbytes
+        shards.add_all(extras)
+        nbytes += sum(array.nbytes for array in extras.values())
         shards.finish()
         config = dict(checkpoint.config)
         left = autoawq_writer.unquantized(extras)

@@ -56,18 +56,16 @@ def write(
     """
     with new_directory(Path(path)) as partial:
         scheme = Scheme()
-        # Descending item size keeps every tensor aligned without holes, which the container forbids.
-        extras = sorted((extra_tensors or {}).items(), key=lambda item: -item[1].dtype.itemsize)
+        extras = dict(extra_tensors or {})
         with contextlib.closing(Shards(partial, shard_bytes)) as shards:
             for layer in layers:
                 scheme.add(layer)
                 for name, array in encode(layer).items():
                     shards.add(name, array)
-            for name, array in extras:
-                shards.add(name, array)
+            shards.add_all(extras)
             shards.finish()
         merged = dict(config or {})
-        merged["quantization_config"] = scheme.config(merged.get("quantization_config") or {}, dict(extras))
+        merged["quantization_config"] = scheme.config(merged.get("quantization_config") or {}, extras)
         write_json(partial / CONFIG, merged)
 
 

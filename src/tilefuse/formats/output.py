@@ -89,6 +89,11 @@ class Shards:
         }
         self._size += array.nbytes
 
+    def add_all(self, tensors: Mapping[str, Array]) -> None:
+        """Append tensors in descending item size: all are aligned then, without holes, which the format forbids."""
+        for name, array in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+            self.add(name, array)
+
     def close(self) -> None:
         """Drop the data of an unfinished file."""
         if self._body is not None:
