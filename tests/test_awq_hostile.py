@@ -225,6 +225,23 @@ def test_an_output_that_appears_meanwhile(source: Path, tmp_path: Path) -> None:
     assert names(tmp_path) == ["out", "source"]
 
 
+def test_two_at_once(source: Path, tmp_path: Path) -> None:
+    """The second is refused, whatever its options, and does the first no harm."""
+    out = tmp_path / "out"
+    refused = 0
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal refused
+        for resume in (True, False):
+            with pytest.raises(FormatError, match=r"out\.partial: another process is working in it"):
+                quantize_checkpoint(source, out, RTN, resume=resume)
+            refused += 1
+
+    quantize_checkpoint(source, out, RTN, progress=progress)
+    assert refused
+    assert names(tmp_path) == ["out", "source"]
+
+
 def test_into_the_empty_folder_one_is_in(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

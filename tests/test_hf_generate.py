@@ -215,6 +215,27 @@ def test_characters_of_several_tokens_come_whole() -> None:
     assert stream.text == "aé\n🙂b�"
 
 
+def test_a_long_line_is_decoded_in_pieces() -> None:
+    most = 0
+
+    class Words:
+        """As tokenizers of whole words: the first has no space before it."""
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            nonlocal most
+            most = max(most, len(tokens))
+            return " ".join(f"w{token}" for token in tokens)
+
+    said: list[str] = []
+    stream = _Stream(Words(), said.append)
+    stream.put(torch.tensor([[1]]))
+    for token in range(1000):
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert "".join(said) == stream.text == " ".join(f"w{token}" for token in range(1000))
+    assert most <= 64
+
+
 def test_figures_of_the_emulated_array(model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("greenlet", reason="the emulator is not installed")
     command = ["generate", str(model[0]), "-p", "w5 w17", "-n", "2", "--device", "emulator"]

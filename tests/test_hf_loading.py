@@ -317,7 +317,7 @@ def test_second_start_maps(
         first = load(tmp_path / "model")
         assert set(seen) == {"reading", "validating", "packing"}
         files = kept(cache)
-        assert sorted(Path(name).suffix for name in files) == [".contents", ".tilefuse"]
+        assert sorted(Path(name).suffix for name in files) == [".contents", ".sha256", ".tilefuse"]
         seen.clear()
         second = load(tmp_path / "model")
     assert not seen
@@ -363,10 +363,10 @@ def test_files_that_have_just_changed_are_hashed_each_time(
     language_models.make(tmp_path / "model", "llama", KINDS["awq-gemm"], rng)
     monkeypatch.setattr(packcache, "SETTLED", 3600.0)
     load(tmp_path / "model")
-    assert [Path(name).suffix for name in kept(cache)] == [".tilefuse"]
+    assert sorted(Path(name).suffix for name in kept(cache)) == [".sha256", ".tilefuse"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "another", "garbage", "order"])
+@pytest.mark.parametrize("damage", ["truncated", "another", "garbage", "order", "tiles", "voucher"])
 def test_damaged_files_are_made_anew(
     damage: str, tmp_path: Path, cache: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -378,12 +378,31 @@ def test_damaged_files_are_made_anew(
         tilefuse.save(file, dict(tilefuse.load(file)))
     elif damage == "order":
         file.write_bytes(good[:-8] + bytes(8))  # the last tensor is a permutation
+    elif damage == "tiles":  # as well-formed as before
+        file.write_bytes(good[:8192] + bytes(4096) + good[12288:])
+    elif damage == "voucher":
+        file.with_suffix(".sha256").write_text("[1]")
     else:
         file.write_bytes(good[:-100] if damage == "truncated" else b"\0" * 100)
     with caplog.at_level(logging.WARNING, "tilefuse"):
         np.testing.assert_array_equal(logits_of(load(tmp_path / "model")), expected)
     assert "packed again" in caplog.text
     assert file.read_bytes() == good
+
+
+def test_a_cache_that_was_copied_is_read_once_more(
+    tmp_path: Path, cache: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    language_models.make(tmp_path / "model", "llama", KINDS["awq-gemm"], rng)
+    expected = logits_of(load(tmp_path / "model"))
+    (file,) = cache.glob("*.tilefuse")
+    file.write_bytes(file.read_bytes())
+    seen: list[str] = []
+    watched = tilefuse.hf.options(progress=lambda what, done, total: seen.append(what))
+    with caplog.at_level(logging.WARNING, "tilefuse"), watched:
+        np.testing.assert_array_equal(logits_of(load(tmp_path / "model")), expected)
+    assert "packing" not in seen
+    assert not caplog.text
 
 
 def test_folders(tmp_path: Path, cache: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture) -> None:

@@ -422,7 +422,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     ],
 )
 def test_misspelt_environment(variable: str, value: str) -> None:
-    """A setting that can't be followed is an error at the first product, not ignored."""
+    """A setting that can't be followed is an error at the first product, and where devices are compared."""
     program = """
 import numpy as np
 import tilefuse as tf
@@ -435,6 +435,10 @@ except tf.errors.DeviceError as error:
     printed = in_child(program, **{variable: value})
     assert variable in printed
     assert repr(value) in printed
+    if variable != "TILEFUSE_DEVICE":
+        assert in_child(
+            "from tilefuse import commands; print(commands.run(['route', '8', '32', '8']))", **{variable: value}
+        ).endswith("1\n")
 
 
 @given(

@@ -176,6 +176,7 @@ def test_every_tiny_magnitude(bits: int, symmetric: bool, scale_dtype: str, meth
     [
         ({"w": np.zeros(3)}, ShapeError, r"w has shape \[3\]"),
         ({"w": np.zeros((0, 4))}, ShapeError, r"w has shape \[0, 4\]"),
+        ({"w": [[1.0, 2.0], [3.0]]}, ShapeError, "w is no array"),
         ({"w": np.zeros((4, 4), np.int32)}, DtypeError, "w has dtype int32"),
         ({"w": np.zeros((4, 4), np.complex64)}, DtypeError, "w has dtype complex64"),
         ({"w": np.diag([1, np.nan])}, QuantizationError, r"w: nan at \[1, 1\]"),

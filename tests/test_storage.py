@@ -382,3 +382,11 @@ def test_threads_save_to_the_same_path(tmp_path: Path) -> None:
             result.result()
     assert len(tf.load(tmp_path / "out")) in (1, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("path", [None, 3, b"bytes", ["a"], "nul\0"])
+def test_what_is_no_path(path: Any) -> None:
+    made = list(layers().values())
+    for call in (tf.load, lambda path: tf.save(path, made), tf.open_checkpoint):
+        with pytest.raises(tf.errors.TileFuseError, match="path is"):
+            call(path)

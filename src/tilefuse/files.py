@@ -9,6 +9,22 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tilefuse.errors import DtypeError, FormatError
+
+
+def as_path(value: str | os.PathLike[str], name: str = "path") -> Path:
+    """``value`` as a path.
+
+    Raises:
+        DtypeError: It is none.
+        FormatError: It holds a NUL, which no file's name can.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+        raise DtypeError(f"{name} is {value!r}, a {type(value).__name__}: pass a string or a pathlib.Path")
+    if "\0" in os.fspath(value):
+        raise FormatError(f"{name} is {os.fspath(value)!r}: a file's name can't hold a NUL; correct it")
+    return Path(value)
+
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes ``data`` under another name beside ``path`` and renames it; a failure leaves what was there before.

@@ -5,10 +5,14 @@ is packed, so it can't be taken for another's. Hashing gigabytes takes seconds, 
 what the file system says of the files: device, inode, size, time of modification and of change. Any write moves the
 time of change, which no program can set. A file that changed just before it was hashed may change again within a tick
 of the clock; then its hash is not kept.
+
+A packed file's own hash stands beside it with the same signature: as long as the file system vouches that nothing was
+written since, it is mapped unread; otherwise it is hashed, and packed again if it differs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -98,7 +102,7 @@ def _cached(
     key = sha256(json.dumps([contents, how]).encode())
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", checkpoint.path.name or "model")[:40]
     path = folder / f"{label}-{key[:32]}.tilefuse"
-    found = _open(path, key, products)
+    found = _open(path, key, products, progress)
     if found is None:
         specs = _specs(checkpoint, products, columns, progress)
         total, done = sum(spec.layout.nbytes for spec in specs), 0
@@ -109,12 +113,15 @@ def _cached(
                 writer.write(pack(fusion.read(checkpoint, product), columns, out=buffer[: spec.layout.nbytes]))
                 done += spec.layout.nbytes
             _report(progress, "packing", done, total)
+        _vouch(path, sha256_of(path))
         _log.info("packed weights are kept in %s", path)
         found = dict(PackedFile(path))
     return found
 
 
-def _open(path: Path, key: str, products: Sequence[Product]) -> dict[str, PackedLinear] | None:
+def _open(
+    path: Path, key: str, products: Sequence[Product], progress: Progress | None
+) -> dict[str, PackedLinear] | None:
     try:
         found = PackedFile(path)
         layers = dict(found)
@@ -126,7 +133,36 @@ def _open(path: Path, key: str, products: Sequence[Product]) -> dict[str, Packed
     if found.metadata.get("key") != key or list(found) != [product.name for product in products]:
         _log.warning("packed again, since %s is another checkpoint's", path)
         return None
+    if not _is_intact(path, progress):
+        _log.warning("packed again, since %s was written by something else", path)
+        return None
     return layers
+
+
+def _voucher(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _vouch(path: Path, digest: str) -> None:
+    write_atomically(_voucher(path), json.dumps([digest, _signature(path)]).encode())
+
+
+def _is_intact(path: Path, progress: Progress | None) -> bool:
+    """Whether a packed file still holds what was written to it."""
+    try:
+        digest, signature = json.loads(_voucher(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, TypeError):
+        return False
+    if signature == _signature(path):
+        return True
+    total = path.stat().st_size
+    _report(progress, "reading", 0, total)
+    same = bool(sha256_of(path) == digest)
+    _report(progress, "reading", total, total)
+    if same:  # copied or moved here
+        with contextlib.suppress(OSError):
+            _vouch(path, digest)
+    return same
 
 
 def _specs(

@@ -189,7 +189,10 @@ def _storable(scale: npt.NDArray[np.float64], half: bool) -> Floats:
 
 def _floats(values: npt.ArrayLike, name: str) -> Floats:
     """An argument as float32, refusing what is not a finite float."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # nested lists of unlike lengths
+        raise ShapeError(f"{name} is no array ({error}); rows of equal lengths are needed") from None
     if array.dtype != BF16 and array.dtype.kind != "f":
         raise DtypeError(f"{name} has dtype {array.dtype}; floats are taken")
     with np.errstate(over="ignore"):

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefuse.errors import DtypeError, FormatError, LayoutError, UnsupportedFormatError
+from tilefuse.files import as_path
 from tilefuse.formats.safetensors_map import MappedFile
 from tilefuse.layout import FORMAT, FORMAT_VERSION, Layout, ZeroKind
 from tilefuse.packed import PackedLinear
@@ -110,7 +111,7 @@ class PackedWriter:
         *,
         resume_key: str | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path = as_path(path)
         specs = list(layers)
         self.specs = {spec.name: spec for spec in specs}
         self.done: set[str] = set()
@@ -277,13 +278,14 @@ class PackedFile(Mapping[str, PackedLinear]):
         metadata: The strings that were saved with it.
 
     Raises:
+        DtypeError: ``path`` is no path.
         FormatError: Not a well-formed packed file; the message names it and the tensor at fault.
         UnsupportedFormatError: A packed file of another layout version.
         LayoutError: A layer's layout is outside the format's limits.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, copy: bool = False) -> None:
-        self.path = Path(path)
+        self.path = as_path(path)
         self._mapped = MappedFile(self.path)
         found = self._mapped.metadata
         if found.get("format") != FORMAT:

@@ -128,8 +128,9 @@ def quantize_checkpoint(
     Raises:
         UnsupportedFormatError: The model's architecture is not known, or the source is quantised already.
         QuantizationError: The group size does not divide the input channels of a layer, or a weight is not finite.
-        FormatError: The source is damaged, lacks a file or a tensor, or its settings and tensors are not of one model.
         DiskSpaceError: The disk has no room for the new checkpoint and the finished blocks.
+        FormatError: The source is damaged, lacks a file or a tensor, or its settings and tensors are not of one model;
+            or another process is quantising to ``out``.
         FileExistsError: ``out`` exists and is not an empty folder.
         ImportError: ``method="awq"`` without torch or transformers; the message says how to install them.
     """
@@ -159,13 +160,12 @@ def quantize_checkpoint(
         nbytes = _assemble(checkpoint, place, options, store, count)
     except BaseException as error:
         done = store.count()
-        if not done:
-            shutil.rmtree(work, ignore_errors=True)
+        store.close(keep=done > 0)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             kept = f"; {done} of {count} blocks are in {work}, where the same command goes on" if done else ""
             raise DiskSpaceError(f"{out}: no space left on the disk; free some{kept}") from error
         raise
-    shutil.rmtree(work, ignore_errors=True)
+    store.close(keep=False)
     source_nbytes = sum(checkpoint.tensor(name).nbytes for name in checkpoint.tensors())
     return Quantized(out, count * len(LINEARS), resumed, nbytes, source_nbytes)
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefuse.errors import FormatError, UnsupportedFormatError
+from tilefuse.files import as_path
 from tilefuse.formats import autoawq, compressed_tensors, gptq, plain
 from tilefuse.formats.config import Settings, load
 from tilefuse.formats.safetensors_map import INDEX, SINGLE, MappedFile, read_json
@@ -215,7 +216,7 @@ def open_checkpoint(path: str | Path, *, quantization: Mapping[str, Any] | None 
         UnsupportedFormatError: The checkpoint is of a format that is not read; the message says what to do.
         FileNotFoundError: There is nothing at ``path``.
     """
-    path = Path(path)
+    path = as_path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or directory")
     if not path.is_dir():

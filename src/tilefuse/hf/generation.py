@@ -186,6 +186,9 @@ class Generated:
         return (len(self.tokens) - 1) / self.decode_seconds if len(self.tokens) > 1 else 0.0
 
 
+_WINDOW = 64  # tokens decoded together at most, unless a shorter tail decodes otherwise
+
+
 class _Stream(BaseStreamer):  # type: ignore[misc,unused-ignore]
     """Takes the time of each token, and hands on text as soon as it is whole characters."""
 
@@ -210,11 +213,20 @@ class _Stream(BaseStreamer):  # type: ignore[misc,unused-ignore]
         found = value.reshape(-1).tolist()
         self.tokens += found
         self._pending += found
-        text = self.tokenizer.decode(self._pending, skip_special_tokens=True)
+        text = self._decoded(self._pending)
         if not text.endswith("�"):  # a character's bytes may be several tokens
             self._show(text)
             if text.endswith("\n"):  # what came before decodes alike whatever follows
                 self._pending, self._shown = [], 0
+            elif len(self._pending) >= _WINDOW:
+                # A tail that decodes to the end of the same text stands for all of it.
+                tail = self._pending[-_WINDOW // 4 :]
+                kept = self._decoded(tail)
+                if kept and text.endswith(kept):
+                    self._pending, self._shown = tail, len(kept)
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _show(self, text: str) -> None:
         new = text[self._shown :]
@@ -225,7 +237,7 @@ class _Stream(BaseStreamer):  # type: ignore[misc,unused-ignore]
 
     def end(self) -> None:
         if self._pending:
-            self._show(self.tokenizer.decode(self._pending, skip_special_tokens=True))
+            self._show(self._decoded(self._pending))
             self._pending = []
 
 

@@ -99,7 +99,12 @@ def cpu_levels() -> list[str]:
 
 
 def cpu_level() -> str:
-    """The level in force: TILEFUSE_CPU_LEVEL when it names an available one, else the best."""
+    """The level in force: TILEFUSE_CPU_LEVEL, else the best.
+
+    Raises:
+        DeviceError: TILEFUSE_CPU_LEVEL or TILEFUSE_NUM_THREADS has no value that can be taken.
+    """
+    _check_environment()
     return str(_core.cpu_level())
 
 
