@@ -31,6 +31,10 @@ class ShapeError(TileFuseError, ValueError):
     """An argument has the wrong shape."""
 
 
+class RoutingError(TileFuseError, ValueError):
+    """A map of attention's score tiles can't be made as asked, or doesn't fit the call."""
+
+
 class DtypeError(TileFuseError, TypeError):
     """An argument has a dtype or array type that is not taken."""
 
