@@ -12,6 +12,7 @@ results, bfloat16 [rows][padded N]. docs/dataflow.md shows how they move.
 
 from tilefuse.plan.costs import Costs, Traffic
 from tilefuse.plan.matrix import Outline, gemm, gemm_baseline, gemm_outline
+from tilefuse.plan.score_tiles import AttentionPlan, Lengths, attention
 from tilefuse.plan.stored import PlainLayout, Stored
 from tilefuse.plan.value import MAX_BUFFER_BYTES, WINDOW, Plan
 from tilefuse.plan.vector import gemv, gemv_baseline
@@ -19,12 +20,15 @@ from tilefuse.plan.vector import gemv, gemv_baseline
 __all__ = [
     "MAX_BUFFER_BYTES",
     "WINDOW",
+    "AttentionPlan",
     "Costs",
+    "Lengths",
     "Outline",
     "PlainLayout",
     "Plan",
     "Stored",
     "Traffic",
+    "attention",
     "gemm",
     "gemm_baseline",
     "gemm_outline",

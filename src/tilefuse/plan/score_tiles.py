@@ -1,0 +1,462 @@
+"""Plans of attention: query tiles dealt to columns, the order in which key tiles stream past each, descriptors.
+
+    print(plan.attention([npu_streams.lengths(grid, routing)], heads=32, kv_heads=8, d=128))
+
+Routing is static, so nothing on the array looks at it: the host counts the INT8 and the 16-bit tiles of each query
+tile, writes both counts at the head of the queries, and orders the descriptors so that the INT8 tiles come first. Tiles
+that the mask leaves out are not streamed at all.
+
+Host buffers are words of 32 bits: ``q`` queries in the order of the work, ``kv`` the keys and values of all tiles, once
+for each kind of tile that the routing uses, ``y`` results in the order of the work.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefuse import arch
+from tilefuse.attention_configurations import (
+    CORE_ROWS,
+    INT8_OBJECTS,
+    KEY_TILE,
+    PIECES,
+    ROW_TILE,
+    WIDE_OBJECTS,
+    AttentionConfiguration,
+)
+from tilefuse.configurations import checked_int
+from tilefuse.descriptors import Tap, Transfer
+from tilefuse.errors import PlanError
+from tilefuse.plan.attention_costs import AttentionCosts, AttentionCycles, cycles_of
+from tilefuse.plan.value import MAX_BUFFER_BYTES
+
+Bits = npt.NDArray[np.bool_]
+
+Runs = tuple[tuple[int, int], ...]
+"""Neighbouring key tiles: (first, count) of each run, ascending."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """One sequence: how long it is, and what is done with each key tile.
+
+    Attributes:
+        query_len, key_len: Rows of q, and of k and v.
+        int8: bool [maps][query tiles][key tiles]: whether a tile takes the INT8 path. One map for all key/value heads,
+            or one for each.
+        first, stop: Of each query tile, the key tiles that are executed: from first up to stop.
+    """
+
+    query_len: int
+    key_len: int
+    int8: Bits = field(repr=False)
+    first: tuple[int, ...] = field(repr=False)
+    stop: tuple[int, ...] = field(repr=False)
+
+    @property
+    def query_tiles(self) -> int:
+        """Tiles of 128 query rows."""
+        return -(-self.query_len // ROW_TILE)
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of 64 keys."""
+        return -(-self.key_len // KEY_TILE)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A query tile of one head: what a column computes at a time."""
+
+    sequence: int
+    head: int
+    query_tile: int
+    int8: Runs
+    wide: Runs
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """INT8 tiles and 16-bit tiles, as the cores count them."""
+        return sum(count for _, count in self.int8), sum(count for _, count in self.wide)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A task to issue, and which of those before must be over by then."""
+
+    transfer: Transfer
+    after: int | None = None
+    """Its position among the steps."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How the attention of some sequences runs on one configuration.
+
+    Raises:
+        PlanError: A buffer, a descriptor or a queue is past what the array takes; the message says which.
+    """
+
+    configuration: AttentionConfiguration
+    heads: int
+    kv_heads: int
+    lengths: tuple[tuple[int, int], ...]
+    """(query length, key length) of each sequence."""
+    columns: tuple[tuple[Item, ...], ...] = field(repr=False)
+    """What each column computes, in this order."""
+    has_int8: bool
+    has_wide: bool
+    steps: tuple[Step, ...] = field(repr=False)
+    """In the order of their issue."""
+
+    def __post_init__(self) -> None:
+        words = {"q": self.q_words, "kv": self.kv_words, "y": self.y_words}
+        for step in self.steps:
+            tap, stream = step.transfer.tap, step.transfer.stream
+            tap.check(f"{self.problem}: {stream} of column {step.transfer.index}", words[stream])
+        for (stream, index), depth in self.queue_depths.items():
+            if depth > arch.QUEUE_DEPTH:
+                raise PlanError(f"{stream}{index}: {depth} tasks at a time; a channel queues {arch.QUEUE_DEPTH}")
+
+    @property
+    def problem(self) -> str:
+        """The problem, for messages."""
+        if len(self.lengths) == 1:
+            rows = f"{self.lengths[0][0]} queries, {self.lengths[0][1]} keys"
+        else:
+            rows = f"{len(self.lengths)} sequences of up to {max(q for q, _ in self.lengths)} queries"
+        return f"attention of {rows}, {self.heads} heads ({self.kv_heads} of keys), d = {self.configuration.d}"
+
+    # --- host buffers, in words ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def key_tiles(self) -> tuple[int, ...]:
+        """Of each sequence, its key tiles."""
+        return tuple(-(-keys // KEY_TILE) for _, keys in self.lengths)
+
+    @cached_property
+    def first_tiles(self) -> tuple[int, ...]:
+        """Of each sequence, how many key tiles the buffer has before its own, all heads together."""
+        return tuple(_starts([tiles * self.kv_heads for tiles in self.key_tiles]))
+
+    @property
+    def all_tiles(self) -> int:
+        """Key tiles of all sequences and heads."""
+        return self.kv_heads * sum(self.key_tiles)
+
+    @property
+    def item_q_words(self) -> int:
+        """Words of a query tile."""
+        return arch.CORE_ROWS * self.configuration.q_object // arch.WORD
+
+    @property
+    def item_y_words(self) -> int:
+        """Words of the results of a query tile."""
+        return arch.CORE_ROWS * PIECES * self.configuration.y_object // arch.WORD
+
+    @cached_property
+    def first_items(self) -> tuple[int, ...]:
+        """Of each column, how many query tiles the buffers have before its own."""
+        return tuple(_starts([len(items) for items in self.columns]))
+
+    @property
+    def items(self) -> int:
+        """Query tiles of all sequences and heads."""
+        return sum(map(len, self.columns))
+
+    @property
+    def q_words(self) -> int:
+        """Words of the queries' buffer."""
+        return self.items * self.item_q_words
+
+    @property
+    def y_words(self) -> int:
+        """Words of the results' buffer."""
+        return self.items * self.item_y_words
+
+    def tile_words(self, *, int8: bool) -> int:
+        """Words of a key tile of that kind."""
+        return self.configuration.tile_bytes(int8=int8) // arch.WORD
+
+    @property
+    def int8_offset(self) -> int:
+        """Word of ``kv`` at which the INT8 tiles begin, behind the 16-bit ones."""
+        return self.all_tiles * self.tile_words(int8=False) if self.has_wide else 0
+
+    @property
+    def kv_words(self) -> int:
+        """Words of the keys' and values' buffer."""
+        return self.int8_offset + (self.all_tiles * self.tile_words(int8=True) if self.has_int8 else 0)
+
+    # --- what it takes ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def queue_depths(self) -> dict[tuple[str, int], int]:
+        """Most tasks outstanding on each channel."""
+        now: dict[tuple[str, int], int] = {}
+        most: dict[tuple[str, int], int] = {}
+        for step in self.steps:
+            channel = step.transfer.stream, step.transfer.index
+            if step.after is not None:
+                before = self.steps[step.after].transfer
+                now[before.stream, before.index] -= 1
+            now[channel] = now.get(channel, 0) + 1
+            most[channel] = max(most.get(channel, 0), now[channel])
+        return most
+
+    @property
+    def tasks(self) -> int:
+        """Tasks to issue."""
+        return len(self.steps)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """INT8 tiles and 16-bit tiles that are executed, all heads together."""
+        totals = [item.counts for items in self.columns for item in items]
+        return sum(n8 for n8, _ in totals), sum(n16 for _, n16 in totals)
+
+    def bytes_of(self, stream: str) -> int:
+        """Bytes that the shims move for a stream."""
+        return sum(arch.WORD * step.transfer.tap.words for step in self.steps if step.transfer.stream == stream)
+
+    @cached_property
+    def costs(self) -> AttentionCosts:
+        """What each part of the array would need, modelled."""
+        cycles = cycles_of(self.configuration)
+        kv = [0] * len(self.columns)
+        for step in self.steps:
+            if step.transfer.stream == "kv":
+                kv[step.transfer.index] += arch.WORD * step.transfer.tap.words
+        return AttentionCosts.modelled(
+            compute=[sum(cycles.item(*item.counts) for item in items) for items in self.columns],
+            kv_bytes=kv,
+            read=self.bytes_of("q") + self.bytes_of("kv"),
+            written=self.bytes_of("y"),
+            tasks=self.tasks,
+        )
+
+    @property
+    def macs(self) -> tuple[int, int]:
+        """Products of the executed tiles: with INT8 scores, and in bfloat16 (scores of 16-bit tiles, and all P V)."""
+        n8, n16 = self.counts
+        tile = ROW_TILE * KEY_TILE * self.configuration.d
+        return n8 * tile, (n8 + 2 * n16) * tile
+
+    def __str__(self) -> str:
+        return "\n".join(self._summary())
+
+    def details(self) -> str:
+        """All tasks, a line each: the one that it waits for, stream, loops (size@stride in words)."""
+        lines = ["  task  after  stream  words"]
+        for number, step in enumerate(self.steps):
+            after = "" if step.after is None else str(step.after)
+            lines.append(f"{number:6} {after:>6}  {step.transfer.stream}{step.transfer.index:<5}  {step.transfer.tap}")
+        return "\n".join(lines)
+
+    def _summary(self) -> Iterator[str]:
+        config, costs = self.configuration, self.costs
+        n8, n16 = self.counts
+        yield f"{self.problem}, on {config.name}"
+        yield f"  kernel      {config.kernel}"
+        yield f"  work        {self.items} query tiles of {ROW_TILE} rows, {CORE_ROWS} a core"
+        yield (
+            f"  key tiles   {n8} INT8 of {INT8_OBJECTS} objects, {n16} 16-bit of {WIDE_OBJECTS}; an object has "
+            f"{config.kv_object} bytes"
+        )
+        for budget in config.budgets():
+            yield f"  {budget}"
+        deepest = max(self.queue_depths.values(), default=0)
+        yield f"  tasks       {self.tasks}, at most {deepest} on a channel (of {arch.QUEUE_DEPTH})"
+        yield f"  DRAM        {self.bytes_of('q') + self.bytes_of('kv')} bytes read, {self.bytes_of('y')} written"
+        yield f"  modelled    {costs}"
+
+
+def attention(
+    sequences: Sequence[Lengths], *, heads: int, kv_heads: int, d: int, columns: int = arch.COLUMNS
+) -> AttentionPlan:
+    """The plan of softmax(q k') v for some sequences.
+
+    Args:
+        sequences: Their lengths and routing.
+        heads: Heads of q.
+        kv_heads: Heads of k and v; divides ``heads``.
+        d: Size of a head, of q, k and v, as the kernels take it (`AttentionConfiguration`).
+        columns: Columns of the array.
+
+    Raises:
+        PlanError: The array can't run it; the message says which limit.
+    """
+    heads, kv_heads = checked_int(heads, "heads"), checked_int(kv_heads, "kv_heads")
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+        raise PlanError(f"heads = {heads}, kv_heads = {kv_heads}: each head of k serves the same number of heads of q")
+    config = AttentionConfiguration(d, columns)
+    for number, sequence in enumerate(sequences):
+        _check(number, sequence, kv_heads)
+    _check_buffers(config, sequences, heads, kv_heads)
+    items = list(_items(sequences, heads, kv_heads))
+    cycles = cycles_of(config)
+    dealt = _deal(items, config.columns, cycles)
+    laid_out = AttentionPlan(
+        config,
+        heads,
+        kv_heads,
+        tuple((s.query_len, s.key_len) for s in sequences),
+        dealt,
+        has_int8=any(item.int8 for item in items),
+        has_wide=any(item.wide for item in items),
+        steps=(),
+    )
+    return _with_tasks(laid_out, cycles)
+
+
+def _check(number: int, sequence: Lengths, kv_heads: int) -> None:
+    maps, *shape = sequence.int8.shape
+    tiles = sequence.query_tiles, sequence.key_tiles
+    if maps not in (1, kv_heads) or tuple(shape) != tiles:
+        raise PlanError(
+            f"sequence {number}: routing of shape {list(sequence.int8.shape)}; {sequence.query_len} queries and "
+            f"{sequence.key_len} keys have {tiles[0]} x {tiles[1]} tiles, for 1 or {kv_heads} heads"
+        )
+    if len(sequence.first) != tiles[0] or len(sequence.stop) != tiles[0]:
+        raise PlanError(f"sequence {number}: executed tiles of {len(sequence.first)} query tiles; it has {tiles[0]}")
+    if any(not 0 <= first <= stop <= tiles[1] for first, stop in zip(sequence.first, sequence.stop, strict=True)):
+        raise PlanError(f"sequence {number}: executed tiles are from 0 to {tiles[1]}, first before stop")
+
+
+def _check_buffers(config: AttentionConfiguration, sequences: Sequence[Lengths], heads: int, kv_heads: int) -> None:
+    """Before anything is listed: whether the host's buffers can be addressed."""
+    tiles = kv_heads * sum(s.key_tiles for s in sequences)
+    items = heads * sum(s.query_tiles for s in sequences)
+    both = config.tile_bytes(int8=True) + config.tile_bytes(int8=False)
+    sizes = {"keys and values": tiles * both, "queries": items * arch.CORE_ROWS * config.q_object}
+    for name, nbytes in sizes.items():
+        if nbytes > MAX_BUFFER_BYTES:
+            raise PlanError(
+                f"the {name} of {heads} heads ({kv_heads} of keys), d = {config.d}, take {nbytes} bytes, and a buffer "
+                f"holds {MAX_BUFFER_BYTES}; split the sequences or the heads"
+            )
+
+
+def _items(sequences: Sequence[Lengths], heads: int, kv_heads: int) -> Iterator[Item]:
+    share = heads // kv_heads
+    for number, sequence in enumerate(sequences):
+        maps = len(sequence.int8)
+        for m in range(sequence.query_tiles):
+            first, stop = sequence.first[m], sequence.stop[m]
+            routed = []
+            for which in range(maps):
+                bits = sequence.int8[which, m, first:stop]
+                routed.append((_runs(bits, first), _runs(~bits, first)))
+            for head in range(heads):
+                int8, wide = routed[head // share if maps > 1 else 0]
+                yield Item(number, head, m, int8, wide)
+
+
+def _runs(bits: Bits, first: int) -> Runs:
+    """Where ``bits`` is True, as runs."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], bits, [False])).astype(np.int8)))
+    return tuple((first + int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True))
+
+
+def _deal(items: list[Item], columns: int, cycles: AttentionCycles) -> tuple[tuple[Item, ...], ...]:
+    """Query tiles to columns, the longest first, each to the column that is done soonest."""
+    dealt: list[list[Item]] = [[] for _ in range(columns)]
+    done = [(0.0, column) for column in range(columns)]
+    for item in sorted(items, key=lambda item: -cycles.item(*item.counts)):  # stable: equal ones stay in order
+        time, column = heapq.heappop(done)
+        dealt[column].append(item)
+        heapq.heappush(done, (time + cycles.item(*item.counts), column))
+    return tuple(map(tuple, dealt))
+
+
+def _with_tasks(plan: AttentionPlan, cycles: AttentionCycles) -> AttentionPlan:
+    """``plan`` with its tasks, in an order in which no wait holds up another column's for long.
+
+    A column's queries and results are a run each. Its keys and values take a task for each run of tiles, of which four
+    at a time are outstanding: the next is issued once the fourth before is over.
+    """
+    steps: list[Step] = []
+    moved: list[list[tuple[float, Tap]]] = []
+    for column, items in enumerate(plan.columns):
+        start = plan.first_items[column]
+        if items:
+            q = Tap.run(start * plan.item_q_words, len(items) * plan.item_q_words)
+            y = Tap.run(start * plan.item_y_words, len(items) * plan.item_y_words)
+            steps += [Step(Transfer("q", column, q)), Step(Transfer("y", column, y))]
+        moved.append(list(_streamed(plan, items, cycles)))
+    depth = arch.QUEUE_DEPTH
+    order = [
+        (taps[i - depth][0] if i >= depth else 0.0, i, column)
+        for column, taps in enumerate(moved)
+        for i in range(len(taps))
+    ]
+    issued: list[list[int]] = [[] for _ in moved]
+    for _, i, column in sorted(order):
+        after = issued[column][i - depth] if i >= depth else None
+        issued[column].append(len(steps))
+        steps.append(Step(Transfer("kv", column, moved[column][i][1]), after))
+    return replace(plan, steps=tuple(steps))
+
+
+def _streamed(plan: AttentionPlan, items: Sequence[Item], cycles: AttentionCycles) -> Iterator[tuple[float, Tap]]:
+    """A column's tasks of keys and values, with the modelled time by which its cores are done with each."""
+    share = plan.heads // plan.kv_heads
+    now = 0.0
+    for item in items:
+        start = plan.first_tiles[item.sequence] + item.head // share * plan.key_tiles[item.sequence]
+        now += cycles.item(0, 0)
+        for int8, runs in ((True, item.int8), (False, item.wide)):
+            words = plan.tile_words(int8=int8)
+            base = (plan.int8_offset if int8 else 0) + start * words
+            for first, count, times, step in _strided(runs, words):
+                now += count * times * (cycles.int8_tile if int8 else cycles.wide_tile)
+                yield now, _tap(base + first * words, count * words, times, step * words)
+
+
+def _strided(runs: Runs, words: int) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of equal length and equal distance as one: (first, tiles of a run, runs, tiles from one to the next)."""
+    position = 0
+    while position < len(runs):
+        first, count = runs[position]
+        times, step = 1, 0
+        if position + 1 < len(runs) and _halves(count * words) is not None:
+            step = runs[position + 1][0] - first
+            while (
+                position + times < len(runs)
+                and runs[position + times] == (first + times * step, count)
+                and step * words <= arch.SHIM.stride
+            ):
+                times += 1
+        yield first, count, times, step
+        position += times
+
+
+def _halves(words: int) -> tuple[int, int] | None:
+    """``words`` as a product of two sizes that a descriptor's inner loops hold; None if there are none."""
+    most = arch.SHIM.size
+    return next(
+        ((words // inner, inner) for inner in range(most, 0, -1) if words % inner == 0 and words // inner <= most), None
+    )
+
+
+def _tap(offset: int, words: int, times: int, step: int) -> Tap:
+    if times == 1:
+        return Tap.run(offset, words)
+    halves = _halves(words)
+    assert halves is not None
+    outer, inner = halves
+    return Tap(offset, (1, times, outer, inner), (0, step, inner, 1))
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += size
+    return starts
