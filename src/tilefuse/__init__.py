@@ -1,6 +1,6 @@
 """Quantised linear layers straight from packed 4- and 8-bit weights, on AMD XDNA2 NPUs and any CPU."""
 
-from tilefuse import errors
+from tilefuse import errors, routing
 from tilefuse.formats import Checkpoint, LinearInfo, open_checkpoint
 from tilefuse.layout import Layout, ZeroKind
 from tilefuse.ops import gemm, gemv, linear, linear_many
@@ -33,6 +33,7 @@ __all__ = [
     "pack",
     "packed_nbytes",
     "quantize_linear",
+    "routing",
     "save",
     "set_default_device",
     "set_num_threads",

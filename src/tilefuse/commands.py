@@ -26,7 +26,7 @@ from tilefuse.layout import DEFAULT_COLUMNS, Layout, ZeroKind
 
 if TYPE_CHECKING:
     from tilefuse.model_routing import ModelRoutes
-    from tilefuse.routing import Routing
+    from tilefuse.product_routing import ProductRoutes
 
 _ROUTE_WIDTH = 80
 """Columns that the table of `route` needs at most."""
@@ -287,14 +287,14 @@ def route(
 ) -> None:
     """Estimate y = x W, or the layers of a model, on each device, and say which one device="auto" takes."""
     # Not needed by the other commands.
-    from tilefuse import model_routing, routing
+    from tilefuse import model_routing, product_routing
     from tilefuse.runtime import auto_device
     from tilefuse.runtime.rates import calibrate
 
     console = Console()
     # A narrower terminal folds the lines; the tables must not drop digits.
     console.width = max(console.width, _ROUTE_WIDTH)
-    found: Routing | ModelRoutes
+    found: ProductRoutes | ModelRoutes
     if model is not None:
         if m is not None:
             raise typer.BadParameter("pass M K N or --model, not both")
@@ -306,7 +306,7 @@ def route(
         if m is None or k is None or n is None:
             raise typer.BadParameter("pass M K N, as in `tilefuse route 512 4096 4096`, or --model PATH")
         layout = Layout(k, n, bits, group or k, zero, columns)
-        found = routing.route(layout, m, calibrate, lambda: auto_device().npu_usable)
+        found = product_routing.route(layout, m, calibrate, lambda: auto_device().npu_usable)
         tables = [_route_table(found)]
     if as_json:
         sys.stdout.write(json.dumps(found.to_json(), indent=1) + "\n")
@@ -345,7 +345,7 @@ def _time(seconds: float | None) -> str:
     return "-" if seconds is None else _milliseconds(seconds)
 
 
-def _route_table(found: Routing) -> Table:
+def _route_table(found: ProductRoutes) -> Table:
     table = Table(title=Text(f"{found.title}; ms"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("device", "bound by"):
         table.add_column(heading, overflow="fold")

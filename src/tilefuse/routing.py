@@ -1,164 +1,189 @@
-"""What `tilefuse route` shows: the devices' estimates for one product, the choice, and where it would flip."""
+"""Which tiles of attention's scores are computed in INT8: layouts at any coverage, and maps made from anything else.
+
+A layout function gives a `Routing`, the map of one sequence, if it is told the sequence's length, and otherwise a
+`Template`, from which `tilefuse.attention` builds the map of each sequence that it meets::
+
+    tilefuse.attention(q, k, v, routing=tilefuse.routing.local_sink(0.75))
+    tilefuse.routing.bigbird(0.5, seq_len=4096).words      # uint64 [32, 1]
+
+Maps are deterministic and made by integer arithmetic alone; those of one layout are nested: what is INT8 at one
+coverage is so at every larger one. docs/attention.md defines the layouts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Protocol, overload
 
-from tilefuse.errors import PlanError, ShapeError
-from tilefuse.layout import Layout
-from tilefuse.runtime import cpu_level, get_num_threads
-from tilefuse.runtime.estimates import Crossover, Estimate, cheapest, cpu_estimate, crossovers, npu_estimate
-from tilefuse.runtime.rates import Rates
+import numpy.typing as npt
 
-MOST_ROWS = 4096
-"""Crossovers are looked for up to so many rows, or the rows asked for if they are more."""
+from tilefuse.errors import RoutingError
+from tilefuse.tilemix.grid import Grid
+from tilefuse.tilemix.routing_map import Routing
+from tilefuse.tilemix.template import Auto, Coverage, Protect, Template, named, scored
+from tilefuse.tilemix.template import template as _template
 
-MAX_ROWS = 1 << 16
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The options of a product of M rows by a layer."""
-
-    layout: Layout
-    m: int
-    level: str
-    threads: int
-    rates: Rates
-    cpu: Estimate
-    npu: Estimate | None
-    """Modelled; None where the array can't run it."""
-    npu_switched: Estimate | None
-    """With another xclbin open."""
-    refused: str
-    """Why the array can't run it, or empty."""
-    npu_usable: bool
-    """Whether this machine's NPU could be opened."""
-    crossovers: list[Crossover]
-    crossovers_switched: list[Crossover]
-    most: int
-    """Rows up to which crossovers were looked for."""
-
-    @property
-    def cheapest(self) -> str:
-        """The device that takes the least, usable here or not."""
-        return self.cpu.device if self.npu is None else cheapest(self.cpu, self.npu).device
-
-    @property
-    def choice(self) -> str:
-        """What device="auto" takes here, with the right xclbin open or none."""
-        return self.cheapest if self.npu_usable else self.cpu.device
-
-    @property
-    def title(self) -> str:
-        """The problem."""
-        lay = self.layout
-        group = "channel" if lay.group >= lay.k else lay.group
-        return f"M = {self.m}, K = {lay.k}, N = {lay.n}, w{lay.bits} g={group} {lay.zero.value}, {lay.columns} columns"
-
-    def options(self) -> Iterator[tuple[str, Estimate]]:
-        """Each option: what it is called, and its estimate."""
-        yield "cpu", self.cpu
-        if self.npu is not None and self.npu_switched is not None:
-            yield "npu", self.npu
-            yield "npu + switch", self.npu_switched
-
-    def lines(self) -> Iterator[str]:
-        """What is said below the table: where its figures come from, and what follows from them."""
-        yield f"cpu: {self.rates.source}; {self.level}, {self.threads} threads"
-        if self.npu is not None:
-            unusable = "" if self.npu_usable else "; not usable here: run tilefuse doctor"
-            yield f"npu: modelled; staging {self.rates.source}{unusable}"
-            yield "npu + switch: with another xclbin open"
-        if self.refused:
-            yield f"npu: the array can't run it: {self.refused}"
-        if self.npu is not None:
-            yield f"configuration: {self.npu.configuration}"
-        unusable = "" if self.npu_usable or self.cheapest == "cpu" else " (npu if it were usable)"
-        yield f"choice: {self.choice}{unusable}"
-        yield f"crossovers up to M = {self.most}: {_listed(self.crossovers)}"
-        yield f"with another xclbin open: {_listed(self.crossovers_switched)}"
-        rates = self.rates
-        yield (
-            f"rates, {rates.source}: weights {rates.bandwidth / 1e9:.1f} GB/s, staging {rates.staging / 1e9:.1f} GB/s, "
-            f"results {rates.results / 1e9:.1f} GB/s"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, seconds and rates in SI units."""
-
-        def listed(estimate: Estimate | None, source: str) -> dict[str, Any] | None:
-            if estimate is None:
-                return None
-            parts = asdict(estimate)
-            return parts | {"total": estimate.total, "bottleneck": estimate.bottleneck, "source": source}
-
-        lay = self.layout
-        return {
-            "m": self.m,
-            "k": lay.k,
-            "n": lay.n,
-            "bits": lay.bits,
-            "group": lay.group,
-            "zero": lay.zero.value,
-            "columns": lay.columns,
-            "cpu_level": self.level,
-            "threads": self.threads,
-            "rates": asdict(self.rates),
-            "cpu": listed(self.cpu, self.rates.source),
-            "npu": listed(self.npu, "modelled"),
-            "npu_another_xclbin_open": listed(self.npu_switched, "modelled"),
-            "npu_refused": self.refused or None,
-            "npu_usable": self.npu_usable,
-            "choice": self.choice,
-            "cheapest": self.cheapest,
-            "crossovers": [asdict(crossover) for crossover in self.crossovers],
-            "crossovers_another_xclbin_open": [asdict(crossover) for crossover in self.crossovers_switched],
-            "crossovers_up_to": self.most,
-        }
+__all__ = [
+    "Grid",
+    "Routing",
+    "Template",
+    "aligned",
+    "band",
+    "bigbird",
+    "from_scores",
+    "global_",
+    "local_sink",
+    "named",
+    "one",
+    "row_random",
+    "sptrans",
+    "zero",
+]
 
 
-def route(layout: Layout, m: int, calibrate: Callable[[], Rates], npu_usable: Callable[[], bool]) -> Routing:
-    """Estimates ``m`` rows of activations by a layer of ``layout``.
+class Layout(Protocol):
+    """A function that makes the maps of one layout."""
+
+    @overload
+    def __call__(
+        self,
+        coverage: Coverage | None = None,
+        *,
+        seq_len: None = None,
+        query_len: None = None,
+        causal: bool = True,
+        window: int | None = None,
+        protect: Protect = (),
+        seed: int = 0,
+        compat: str | None = None,
+        group: int | Auto = "auto",
+        words: int | Auto = "auto",
+    ) -> Template: ...
+
+    @overload
+    def __call__(
+        self,
+        coverage: Coverage | None = None,
+        *,
+        seq_len: int,
+        query_len: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        protect: Protect = (),
+        seed: int = 0,
+        compat: str | None = None,
+        group: int | Auto = "auto",
+        words: int | Auto = "auto",
+    ) -> Routing: ...
+
+
+_ARGUMENTS = """
 
     Args:
-        layout: The packed layer.
-        m: Rows.
-        calibrate: Gives the rates of this machine.
-        npu_usable: Whether its NPU can be opened.
+        coverage: Share of the executed tiles that become INT8, 0 to 1: a float (taken as the decimal number that it
+            prints as), a Fraction, ...; by default {default}.
+        seq_len: Keys of a sequence, for its map; None for a template.
+        query_len: Its queries, the last of which stands at the last key; as many as keys if None.
+        causal: Whether a query sees no keys after its position.
+        window: Keys that a query sees at most, up to its position; None for all.
+        protect: Groups that become INT8 only after all others: "diag", those that touch the row tile's own positions;
+            "sink", the first of the sequence.
+        seed: Of what is random, and of ties.
+        compat: "release" for the maps of TileMix's authors, as far as they are known (sptrans alone).
+        group: Key tiles that share a bit; by default the fewest that the words hold.
+        words: 64-bit words of a row; by default one, or as many as a group that is given takes.
 
     Raises:
-        ShapeError: ``m`` is below 1 or above `MAX_ROWS`.
+        RoutingError: An argument is none of these.
     """
-    if not 1 <= m <= MAX_ROWS:
-        raise ShapeError(f"M = {m} rows: pass 1 to {MAX_ROWS}")
-    rates = calibrate()
-    npu = switched = None
-    refused = ""
-    try:
-        npu = npu_estimate(layout, m, rates)
-        switched = npu_estimate(layout, m, rates, another_open=True)
-    except PlanError as error:
-        refused = str(error)
-    most = max(m, MOST_ROWS)
-    return Routing(
-        layout,
-        m,
-        cpu_level(),
-        get_num_threads(),
-        rates,
-        cpu_estimate(layout, m, rates),
-        npu,
-        switched,
-        refused,
-        npu_usable(),
-        crossovers(layout, rates, most),
-        crossovers(layout, rates, most, another_open=True),
-        most,
+
+
+def _layout(name: str, summary: str, default: str = "one half") -> Layout:
+    def make(
+        coverage: Coverage | None = None,
+        *,
+        seq_len: int | None = None,
+        query_len: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        protect: Protect = (),
+        seed: int = 0,
+        compat: str | None = None,
+        group: int | Auto = "auto",
+        words: int | Auto = "auto",
+    ) -> Template | Routing:
+        chosen = _template(name, coverage, protect=protect, seed=seed, compat=compat, group=group, words=words)
+        if seq_len is not None:
+            queries = seq_len if query_len is None else query_len
+            return chosen.build(queries, seq_len, causal=causal, window=window)
+        if query_len is not None or window is not None or not causal:
+            raise RoutingError("query_len, window and causal are a map's: pass seq_len too, or leave them to the call")
+        return chosen
+
+    make.__name__ = make.__qualname__ = f"{name}_" if name == "global" else name
+    make.__doc__ = summary + _ARGUMENTS.format(default=default)
+    return make  # type: ignore[return-value]
+
+
+band = _layout("band", "Keeps the keys nearest to each row tile in 16 bits longest.")
+global_ = _layout("global", "Keeps the first keys of the sequence in 16 bits longest.")
+row_random = _layout("row_random", "Makes the same share of every row tile INT8, drawn at random.")
+aligned = _layout("aligned", "Keeps stripes of keys, the same for all row tiles and evenly spread, in 16 bits.")
+bigbird = _layout("bigbird", "Keeps near, first and random groups, 3 : 2 : 3, in 16 bits longest.")
+sptrans = _layout("sptrans", "Keeps a row tile's own stride of groups longest, then the last groups of every stride.")
+local_sink = _layout(
+    "local_sink",
+    "Keeps the row tile's own positions and the first keys in 16 bits longest, then the nearest keys: the default.\n\n"
+    '    `band` with protect=("diag", "sink"): of the layouts the nearest to 16 bits on models\' queries and keys.',
+    "three quarters",
+)
+zero = _layout("zero", "All tiles in 16 bits.", "and only, 0")
+one = _layout("one", "All tiles in INT8.", "and only, 1")
+
+
+def from_scores(
+    scores: npt.ArrayLike,
+    coverage: Coverage,
+    *,
+    seq_len: int,
+    query_len: int | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    protect: Protect = (),
+    seed: int = 0,
+    group: int | Auto = "auto",
+    words: int | Auto = "auto",
+) -> Routing:
+    """The map in which the groups that matter least, by any statistic, become INT8.
+
+    The error that a group adds grows with the sum of its squared probabilities, which is the statistic to measure if
+    there is a choice.
+
+    Args:
+        scores: How much each group matters: real [row tiles, groups], or [kv heads, row tiles, groups] for a map of
+            each head. What lies outside of the masks is ignored.
+        coverage: Share of the executed tiles that become INT8, 0 to 1, in each head.
+        seq_len: Keys of the sequence.
+        query_len: Its queries, the last of which stands at the last key; as many as keys if None.
+        causal: Whether a query sees no keys after its position.
+        window: Keys that a query sees at most, up to its position; None for all.
+        protect: As the layouts take it.
+        seed: Of ties.
+        group: Key tiles that share a bit; by default the fewest that make up as many groups as the scores have.
+        words: 64-bit words of a row; by default as many as it takes.
+
+    Raises:
+        RoutingError: An argument is none of these, or a score is NaN.
+    """
+    queries = seq_len if query_len is None else query_len
+    return scored(
+        scores,
+        coverage,
+        queries,
+        seq_len,
+        causal=causal,
+        window=window,
+        protect=protect,
+        seed=seed,
+        group=group,
+        words=words,
     )
-
-
-def _listed(found: list[Crossover]) -> str:
-    return ", ".join(f"{crossover.device} from {crossover.m}" for crossover in found)
