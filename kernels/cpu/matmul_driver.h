@@ -1,4 +1,4 @@
-// What the matmul drivers share: scratch memory, the split over threads, and results on any CPU. Included by
+// What the matmul drivers share: the split over threads, and results on any CPU. Included by
 // translation units of several instruction sets, hence the unnamed namespace: of one out-of-line copy for all, the
 // linker might keep the one that not every CPU can run.
 #pragma once
@@ -7,14 +7,12 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 
 #include "bf16.h"
 #include "matmul.h"
 #include "matmul_kernels.h"
+#include "scratch.h"
 #include "thread_pool.h"
 
 namespace tilefuse {
@@ -23,29 +21,6 @@ namespace {
 // Below this many bytes of tiles (times rows), a matmul takes some microseconds, as long as waking a thread: stay on
 // one.
 inline constexpr int64_t kSerialBytes = 128 * 1024;
-
-// Scratch that grows and is kept, one a thread and purpose: no allocation per call once warm.
-class Scratch {
- public:
-  std::byte* at_least(int64_t bytes) {
-    if (bytes > size_) {
-      memory_.reset();
-      size_ = 0;
-      const auto rounded = static_cast<size_t>((bytes + 4095) / 4096 * 4096);
-      memory_.reset(static_cast<std::byte*>(std::aligned_alloc(4096, rounded)));
-      if (!memory_) throw std::bad_alloc();
-      size_ = static_cast<int64_t>(rounded);
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(std::byte* p) const { std::free(p); }
-  };
-  std::unique_ptr<std::byte, Free> memory_;
-  int64_t size_ = 0;
-};
 
 // Row `row` of y in output tile `n_tile`: acc[64] plus bias, rounded once.
 inline void store_row(const MatmulArgs& args, int64_t row, int64_t n_tile, const float* acc) {

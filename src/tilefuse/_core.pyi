@@ -57,6 +57,52 @@ def unpack(
 ) -> None: ...
 def dequantize(layout: TileLayout, *, packed: int, perm: int, out: int) -> None: ...
 
+# --- bind_attention.cpp ---
+
+class BlockLayout:
+    def __init__(self, *, d: int, dv: int, k16: bool, k8: bool, v16: bool, v8: bool) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+SEQUENCE_FIELDS: tuple[str, ...]
+
+def attend(
+    *,
+    q: tuple[int, int, int, int],
+    k: tuple[int, int, int, int],
+    v: tuple[int, int, int, int],
+    out: tuple[int, int, int, int],
+    lse: tuple[int, int, int],
+    sequences: int,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    dv: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    words: tuple[int, int, int, int],
+    scale_per_row: bool,
+    smoothing: int,
+    sealed: BlockLayout | None = ...,
+    open: BlockLayout | None = ...,
+) -> None: ...
+def attention_probe(
+    *,
+    q: tuple[int, int, int, int],
+    k: tuple[int, int, int, int],
+    query_len: int,
+    key_len: int,
+    head: int,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    scale_per_row: bool,
+    smoothing: int,
+    to: tuple[int, int, int, int, int, int, int],
+) -> None: ...
+
 # --- bind_call.cpp ---
 
 class CpuLayer:

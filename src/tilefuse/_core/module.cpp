@@ -6,6 +6,7 @@
 PYBIND11_MODULE(_core, m) {
   m.doc() = "C++ core of tilefuse: packing and the CPU kernels. Private; use the functions of `tilefuse`.";
   tilefuse::bind_layout(m);
+  tilefuse::bind_attention(m);
   tilefuse::bind_block(m);
   tilefuse::bind_call(m);
   tilefuse::bind_matmul(m);

@@ -1,0 +1,39 @@
+// Scratch memory that grows and is kept: no allocation per call once warm. Included by translation units of several
+// instruction sets, hence the unnamed namespace: of one out-of-line copy for all, the linker might keep the one that
+// not every CPU can run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace tilefuse {
+namespace {
+
+// One a thread and purpose.
+class Scratch {
+ public:
+  std::byte* at_least(int64_t bytes) {
+    if (bytes > size_) {
+      memory_.reset();
+      size_ = 0;
+      const auto rounded = static_cast<size_t>((bytes + 4095) / 4096 * 4096);
+      memory_.reset(static_cast<std::byte*>(std::aligned_alloc(4096, rounded)));
+      if (!memory_) throw std::bad_alloc();
+      size_ = static_cast<int64_t>(rounded);
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const { std::free(p); }
+  };
+  std::unique_ptr<std::byte, Free> memory_;
+  int64_t size_ = 0;
+};
+
+}  // namespace
+}  // namespace tilefuse
