@@ -23,6 +23,7 @@ from tilefuse.errors import TileFuseError
 from tilefuse.inspection import Inspection
 from tilefuse.inspection import inspect as inspect_path
 from tilefuse.layout import DEFAULT_COLUMNS, Layout, ZeroKind
+from tilefuse.tilemix.command import app as routing_app
 
 if TYPE_CHECKING:
     from tilefuse.model_routing import ModelRoutes
@@ -34,6 +35,7 @@ _ROUTE_WIDTH = 80
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Packed quantised linear layers."
 )
+app.add_typer(routing_app, name="routing")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """SpTrans maps as the paper's authors released them, as far as is known: a strided pattern, then random flips.
 
 From a description of the release, not its source: its published shares of tiles and of cells are met where there are
-any, on 256 tokens in tiles of 64 x 64. Above 4096 keys every group holds a summary token of the pattern, and what is left
+any, on 256 tokens in tiles of 64 x 64. Above 4096 keys every group holds a summary token of the pattern, and the rest
 is random.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal, SupportsFloat
+from typing import Literal, SupportsFloat, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,12 @@ Coverage = SupportsFloat
 
 PROTECTABLE = ("diag", "sink")
 MAX_SEED = (1 << 63) - 1
+MAX_BITS = 1 << 24
+"""Of a map; a sequence of a million keys has half a million with one word a row."""
+
 _KEPT_MAPS = 128
 
-_NAME = re.compile(r"([A-Za-z_]*[A-Za-z])_?(\d+(?:\.\d+)?)?")
+_NAME = re.compile(r"([A-Za-z_]*[A-Za-z])_?(\d{1,3}(?:\.\d{1,9})?)?")
 _FIXED = {"zero": Fraction(0), "one": Fraction(1)}
 _LOCAL_SINK = "local_sink"
 _DEFAULT_COVERAGE = Fraction(1, 2)
@@ -139,6 +142,14 @@ class Template:
         return f"{self.layout} {float(self.coverage):.4g}{protect}{compat}"
 
 
+class _Options(TypedDict, total=False):
+    protect: Protect
+    seed: int
+    compat: str | None
+    group: int | Auto
+    words: int | Auto
+
+
 def named(name: str) -> Template:
     """The template that a name means: a layout's, with a percentage after it or not.
 
@@ -148,15 +159,23 @@ def named(name: str) -> Template:
     Raises:
         RoutingError: No layout is called so.
     """
+    return by_name(name)
+
+
+def by_name(name: str, coverage: Coverage | None = None, **options: Unpack[_Options]) -> Template:
+    """`named`, with the options that `template` takes; a coverage and a percentage in the name exclude each other."""
     match = _NAME.fullmatch(name) if isinstance(name, str) else None
-    layout = match.group(1).lower() if match else ""
+    layout = match.group(1).lower().removesuffix("_") if match else ""
     if match is None or layout not in NAMES:
         raise RoutingError(
             f'routing is {name!r}: pass one of {", ".join(NAMES)}, a percentage after it or not ("band75")'
         )
     percent = match.group(2)
-    coverage = None if percent is None else Fraction(percent) / 100
-    return template(layout, coverage)
+    if percent is not None:
+        if coverage is not None:
+            raise RoutingError(f"routing is {name!r} and coverage {coverage!r}: pass one or the other")
+        coverage = Fraction(percent) / 100
+    return template(layout, coverage, **options)
 
 
 def template(
@@ -278,6 +297,11 @@ def _with_group(grid: Grid, group: int | Auto, words: int | Auto) -> tuple[Grid,
         grid = replace(grid, group=auto_group(grid.key_len, count, grid.block_n))
     else:
         grid = replace(grid, group=index(group, "group", 1))  # type: ignore[arg-type]
+    if grid.row_tiles * grid.groups > MAX_BITS:
+        raise RoutingError(
+            f"the map has {grid.row_tiles} row tiles of {grid.groups} groups of {grid.group}: {MAX_BITS} bits is the "
+            "limit; pass a larger group, or fewer words"
+        )
     return grid, word_count(grid, None if _is_auto(words) else words)  # type: ignore[arg-type]
 
 
