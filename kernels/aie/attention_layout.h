@@ -21,16 +21,16 @@
 //       header, int32: [0] INT8 tiles, [1] 16-bit tiles (for the design), [2] position of row 0 among the keys: row i
 //           stands at key position + i; [3] number of keys; [4] window: keys above position - window are seen;
 //           [6] causal: 0 or 1. ([5] is free)
-//       from 64: fp32 [32], s_q scale log2(e) of each row (1 x for a row of zeros, as everywhere)
-//       from 192: int8 codes, blocks [4 of rows][d/8][8 rows][8 channels]
-//       then: what codes leave of q / s_q, q in bfloat16: operands [4 of rows][d/8]. A row's q is s_q (code + rest).
-//   kv  72 d + 64 bytes: payload, then meta, int32: [0] first key; [1] fp32 s_k of an INT8 tile
-//       INT8 keys: codes in blocks [d/8][8 of keys][8 channels][8 keys], 64 d bytes; then of each 64 channels 256 bytes
-//           for the bfloat16 mean as high and low: mantissas of high [8][8] channels, of low, and exponents twice as a
-//           diagonal [8][8], of high and of low: entry (i, j) is the exponent of channels 8 i if i = j, and 0 otherwise
-//           (0 makes a row of an operand worth nothing). Rest of the payload: zero.
-//       16-bit keys: 32 of them, operands [d/8][4 of keys][high, low]
-//       values: operands [d/32 pairs of 8 channels][8 of keys][2][high, low]: channels half d/2 + 16 pair + 8 i
+//       from 64: fp32 [32], s_q scale log2(e) of each row (s_q = 1 for a row of zeros, as everywhere)
+//       from 192: int8 codes, blocks [d/8][4 of rows][8 rows][8 channels]
+//       then: what codes leave of q / s_q, q in bfloat16: operands [d/8][4 of rows]. A row's q is s_q (code + rest).
+//   kv  72 d + 64 bytes: payload, then meta, int32: [0] first key of the tile; [1] fp32 s_k of an INT8 tile
+//       INT8 keys: codes, blocks [8 of keys][d/8][8 channels][8 keys], 64 d bytes; then of each 64 channels 256 bytes
+//           for the bfloat16 mean as high and low: mantissas [8][8] of high, of low, and exponents twice as a diagonal
+//           [8][8], of high and of low: entry (i, j) is the exponent of channels 8 i if i = j, and 0 otherwise (which
+//           makes a row of an operand worth nothing). Zeros to the end of the payload.
+//       16-bit keys: 32 of them, operands [4 of keys][d/8][high, low]
+//       values: operands [d/64][8 of keys][4 of channels][high, low]: channels half d/2 + 32 i + 8 j of [i][.][j]
 //   y   16 d + 64 bytes: bfloat16 [d/8] blocks of [8 rows][8 channels]; then fp32 [8] m and fp32 [8] l of the rows:
 //       lse = (m + log2 l) / log2(e), and l = 0 for a row without keys, whose results are zeros
 //   o   fp32 [4 of rows][d/8] blocks of [8][8]
@@ -56,11 +56,11 @@ inline constexpr unsigned kQCodes = kQHeader + 4 * kRows;
 inline constexpr unsigned kMetaBytes = 64;
 inline constexpr unsigned kMeanBytes = 256;  // of 64 channels
 
-// Raw scores fp32 blocks [4 of rows][8 of keys], what is added to those of a row, fp32 [32], and meta.
-inline constexpr unsigned kScoresBytes = kRows * kKeys * 4 + kRows * 4 + kMetaBytes;
-// Maxima fp32 [32]; sums fp32 [4][64], of which 8 neighbours make a row's.
+// Raw scores fp32, blocks [4 of rows][8 of keys], a multiplier and an offset of each row, fp32 [32] each, and meta.
+inline constexpr unsigned kScoresBytes = kRows * kKeys * 4 + 2 * kRows * 4 + kMetaBytes;
+// Maxima fp32 [32]; sums fp32 [4 of rows][64], of which 8 neighbours make a row's.
 inline constexpr unsigned kStateBytes = kRows * 4 + kRowBlocks * 64 * 4;
-// Weights, operands [2 pairs of 8 rows][8 of keys][2][high, low]; what o is multiplied by, bfloat16 [4][64]; marks.
+// Weights, operands [4 of rows][8 of keys][high, low]; what o is multiplied by, bfloat16 [4][64]; marks.
 inline constexpr unsigned kPBytes = kRowBlocks * kKeyBlocks * kPair + kRowBlocks * 64 * 2 + 64;
 
 template <unsigned D>
