@@ -210,7 +210,9 @@ const AttentionKernels& attention_kernels(CpuLevel level) {
   switch (level) {
 #if defined(__x86_64__)
     case CpuLevel::avx512_bf16:
+      return attention_kernels_avx512_bf16();
     case CpuLevel::avx512_bf16_model:
+      return attention_kernels_avx512_bf16_model();
 #endif
     default:
       return attention_kernels_portable();
