@@ -17,7 +17,7 @@ from typing import Protocol, overload
 import numpy.typing as npt
 
 from tilefuse.errors import RoutingError
-from tilefuse.tilemix.grid import Grid
+from tilefuse.tilemix.grid import Grid, index
 from tilefuse.tilemix.routing_map import Routing
 from tilefuse.tilemix.template import Auto, Coverage, Protect, Template, named, scored
 from tilefuse.tilemix.template import template as _template
@@ -113,8 +113,8 @@ def _layout(name: str, summary: str, default: str = "one half") -> Layout:
     ) -> Template | Routing:
         chosen = _template(name, coverage, protect=protect, seed=seed, compat=compat, group=group, words=words)
         if seq_len is not None:
-            queries = seq_len if query_len is None else query_len
-            return chosen.build(queries, seq_len, causal=causal, window=window)
+            keys = index(seq_len, "seq_len", 0)
+            return chosen.build(keys if query_len is None else query_len, keys, causal=causal, window=window)
         if query_len is not None or window is not None or not causal:
             raise RoutingError("query_len, window and causal are a map's: pass seq_len too, or leave them to the call")
         return chosen
@@ -174,12 +174,12 @@ def from_scores(
     Raises:
         RoutingError: An argument is none of these, or a score is NaN.
     """
-    queries = seq_len if query_len is None else query_len
+    keys = index(seq_len, "seq_len", 0)
     return scored(
         scores,
         coverage,
-        queries,
-        seq_len,
+        keys if query_len is None else query_len,
+        keys,
         causal=causal,
         window=window,
         protect=protect,

@@ -63,8 +63,8 @@ def to_bf16(x: npt.ArrayLike) -> Float32:
 
 
 def score_factor(scale: float) -> np.float32:
-    """``scale * log2(e)`` rounded once: the multiplier of 16-bit scores, in a base-2 exponent."""
-    return np.float32(float(scale) * LOG2E)
+    """The fp32 product of ``scale`` and log2(e), each rounded to fp32: the multiplier of 16-bit scores."""
+    return np.float32(scale) * np.float32(LOG2E)
 
 
 def quantise_rows(q: npt.ArrayLike, granularity: Literal["row", "block"] = "row") -> Rows:

@@ -233,7 +233,9 @@ def scored(
         )
     share, seed = fraction(coverage), index(seed, "seed", 0, MAX_SEED)
     kept = layouts.protected(grid, _protect(protect))
-    heads = [_assign(np.where(kept, np.inf, head), grid, share, seed) for head in found.reshape(-1, *found.shape[-2:])]
+    heads = [
+        _assign(np.where(kept, np.inf, head), grid, share, seed) for head in (found if found.ndim == 3 else found[None])
+    ]
     bits = np.stack(heads) if heads else np.zeros(found.shape, np.bool_)
     name = f"scores {float(share):.4g}"
     return Routing.from_bits(bits.reshape(found.shape), grid, words=count, name=name)
