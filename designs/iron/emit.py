@@ -13,31 +13,35 @@ from pathlib import Path
 from typing import Any
 
 from tilefuse import arch, plan
+from tilefuse.attention_configurations import AttentionConfiguration
 from tilefuse.configurations import Op
 from tilefuse.designs.namespace import aie_namespace
 from tilefuse.errors import LayoutError, PlanError, ToolchainError
 from tilefuse.files import print_text, write_atomically
 from tilefuse.layout import Layout, ZeroKind
 
-Design = Callable[[Any, plan.Plan], Any]
+Design = Callable[[Any, Any], Any]
 
 
-def design_of(op: Op) -> Design:
+def design_of(op: str) -> Design:
     """The design that a configuration's ``op`` names."""
+    from tilefuse.designs.attention import attention
     from tilefuse.designs.gemm import gemm
     from tilefuse.designs.gemm_baseline import gemm_baseline
     from tilefuse.designs.gemv import gemv
     from tilefuse.designs.gemv_baseline import gemv_baseline
 
-    return {
+    designs: dict[str, Design] = {
         Op.GEMM: gemm,
         Op.GEMV: gemv,
         Op.GEMM_BASELINE: gemm_baseline,
         Op.GEMV_BASELINE: gemv_baseline,
-    }[op]
+        AttentionConfiguration.op: attention,
+    }
+    return designs[op]
 
 
-def mlir(chosen: plan.Plan) -> str:
+def mlir(chosen: plan.Plan | plan.AttentionPlan) -> str:
     """The MLIR of a plan.
 
     Raises:
@@ -49,8 +53,13 @@ def mlir(chosen: plan.Plan) -> str:
 def main(op: Op, arguments: Sequence[str] | None = None) -> int:
     """The command of one design; returns its exit code."""
     options = _parser(op).parse_args(arguments)
+    return write(lambda: _plan(op, options), options)
+
+
+def write(make: Callable[[], plan.Plan | plan.AttentionPlan], options: argparse.Namespace) -> int:
+    """Writes a plan, or its MLIR, where the options say; returns the exit code."""
     try:
-        chosen = _plan(op, options)
+        chosen = make()
         text = mlir(chosen) if options.emit_mlir else f"{chosen}\n"
         if options.output is None:
             print_text(text)
@@ -65,6 +74,15 @@ def main(op: Op, arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What all designs take."""
+    parser.add_argument("--emit-mlir", action="store_true", help="print the MLIR instead (takes mlir-aie)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write there, not to the terminal")
+    parser.add_argument(
+        "--columns", type=int, default=arch.COLUMNS, help=f"columns of the array ({arch.COLUMNS} unless said)"
+    )
+
+
 def _parser(op: Op) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m tilefuse.designs.{op}", description=f"Prints the plan of a problem for the {op} design."
@@ -73,11 +91,7 @@ def _parser(op: Op) -> argparse.ArgumentParser:
         parser.add_argument("m", type=int, metavar="M", help="rows of activations")
     parser.add_argument("k", type=int, metavar="K", help="input channels")
     parser.add_argument("n", type=int, metavar="N", help="output channels")
-    parser.add_argument("--emit-mlir", action="store_true", help="print the MLIR instead (takes mlir-aie)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write there, not to the terminal")
-    parser.add_argument(
-        "--columns", type=int, default=arch.COLUMNS, help=f"columns of the array ({arch.COLUMNS} unless said)"
-    )
+    add_options(parser)
     if op is not Op.GEMM_BASELINE:
         plain = op is Op.GEMV_BASELINE
         parser.add_argument(

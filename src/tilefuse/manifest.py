@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from tilefuse.attention_configurations import AttentionConfiguration
 from tilefuse.configurations import Configuration, Op, Weights
 from tilefuse.errors import PlanError, TileFuseError
 from tilefuse.files import sha256, sha256_of, write_atomically
 from tilefuse.layout import KT
-from tilefuse.plan import Plan
+from tilefuse.plan import AttentionPlan, Plan
 
 VERSION = 1
 
@@ -82,6 +83,30 @@ class Built:
 
 
 @dataclass(frozen=True)
+class AttentionStream:
+    """An instruction stream of attention: the routing is in its descriptors."""
+
+    name: str
+    """See `stream_name`."""
+    tasks: str
+    """Hash of the plan's tasks."""
+    problems: tuple[str, ...]
+    """What it was built for, in words."""
+    artifact: Artifact
+
+
+@dataclass(frozen=True)
+class AttentionBuilt:
+    """An xclbin of attention and its instruction streams."""
+
+    configuration: AttentionConfiguration
+    kernel: str
+    xclbin: Artifact
+    streams: Mapping[str, AttentionStream] = field(default_factory=dict)
+    """By name."""
+
+
+@dataclass(frozen=True)
 class Provenance:
     """What artifacts were made with and from."""
 
@@ -104,6 +129,8 @@ class Manifest:
     """By the configuration's name."""
     provenances: Mapping[str, Provenance] = field(default_factory=dict)
     """By their digests."""
+    attention: Mapping[str, AttentionBuilt] = field(default_factory=dict)
+    """By the configuration's name."""
 
     def find(self, plan: Plan) -> tuple[Built, Stream]:
         """What runs ``plan``.
@@ -127,21 +154,28 @@ class Manifest:
 
     def artifacts(self) -> list[Artifact]:
         """All of them."""
-        return [a for b in self.built.values() for a in (b.xclbin, *(s.artifact for s in b.streams.values()))]
+        products = [a for b in self.built.values() for a in (b.xclbin, *(s.artifact for s in b.streams.values()))]
+        attention = [a for b in self.attention.values() for a in (b.xclbin, *(s.artifact for s in b.streams.values()))]
+        return products + attention
 
 
-def stream_name(plan: Plan) -> str:
+def stream_name(plan: Plan | AttentionPlan) -> str:
     """What an instruction stream is called: padded rows, K and N, and bands of a GEMM.
 
-    Plans of one configuration that agree in these have the same tasks, whatever M, K and N they pad.
+    Plans of one configuration that agree in these have the same tasks, whatever M, K and N they pad. Of attention:
+    queries and keys (or the number of sequences), heads, and a part of the tasks' hash, which stands for the routing.
     """
+    if isinstance(plan, AttentionPlan):
+        one = len(plan.lengths) == 1
+        what = "{}x{}".format(*plan.lengths[0]) if one else f"{len(plan.lengths)}s"
+        return f"{what}_{plan.heads}h{plan.kv_heads}_{tasks_of(plan)[:8]}"
     bands = f"_{plan.bands}b" if plan.configuration.op is Op.GEMM else ""
     return f"{plan.y_rows}x{plan.layout.k_tiles * KT}x{plan.layout.n_padded}{bands}"
 
 
-def tasks_of(plan: Plan) -> str:
+def tasks_of(plan: Plan | AttentionPlan) -> str:
     """Hash of a plan's tasks, in their order."""
-    return digest_of(plan.segments)
+    return digest_of(plan.steps if isinstance(plan, AttentionPlan) else plan.segments)
 
 
 def digest_of(value: Any) -> str:
@@ -191,7 +225,7 @@ def write(folder: Path, manifest: Manifest) -> None:
     """
     used = {artifact.provenance for artifact in manifest.artifacts()}
     kept = {key: value for key, value in manifest.provenances.items() if key in used}
-    document = {"version": VERSION, "built": manifest.built, "provenances": kept}
+    document = {"version": VERSION, "built": manifest.built, "provenances": kept, "attention": manifest.attention}
     text = json.dumps(document, indent=1, sort_keys=True, default=_plain)
     write_atomically(folder / NAME, f"{text}\n".encode())
 
@@ -233,7 +267,8 @@ def _manifest(document: dict[str, Any]) -> Manifest:
         for key, entry in document["provenances"].items()
     }
     built = {name: _built(name, entry) for name, entry in document["built"].items()}
-    manifest = Manifest(built, provenances)
+    attention = {name: _attention_built(name, entry) for name, entry in document.get("attention", {}).items()}
+    manifest = Manifest(built, provenances, attention)
     for artifact in manifest.artifacts():
         if artifact.provenance not in provenances:
             raise ValueError(f"{artifact.file} has no provenance")
@@ -251,6 +286,21 @@ def _built(name: str, entry: dict[str, Any]) -> Built:
         raise ValueError(f"{name} is called {configuration.name} now")
     streams = {key: _stream(key, stream) for key, stream in entry["streams"].items()}
     return Built(configuration, _string(entry["kernel"]), _artifact(entry["xclbin"]), streams)
+
+
+def _attention_built(name: str, entry: dict[str, Any]) -> AttentionBuilt:
+    configuration = _record(AttentionConfiguration, entry["configuration"])
+    if configuration.name != name:
+        raise ValueError(f"{name} is called {configuration.name} now")
+    streams = {}
+    for key, values in entry["streams"].items():
+        problems = tuple(_string(problem) for problem in values["problems"])
+        streams[key] = AttentionStream(
+            _string(values["name"]), _string(values["tasks"]), problems, _artifact(values["artifact"])
+        )
+        if streams[key].name != key:
+            raise ValueError(f"{key} is called {streams[key].name}")
+    return AttentionBuilt(configuration, _string(entry["kernel"]), _artifact(entry["xclbin"]), streams)
 
 
 def _stream(name: str, entry: dict[str, Any]) -> Stream:

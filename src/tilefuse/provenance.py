@@ -6,6 +6,7 @@ import importlib.resources
 from functools import cache
 from pathlib import Path
 
+from tilefuse.attention_configurations import AttentionConfiguration
 from tilefuse.configurations import Configuration
 from tilefuse.files import sha256_of
 
@@ -16,18 +17,18 @@ _LAYING_OUT = ("arch", "configurations", "kernels_build", "layout")
 """Modules of the package that decide what is in an xclbin."""
 
 
-def stream_sources(configuration: Configuration) -> dict[str, str]:
+def stream_sources(configuration: Configuration | AttentionConfiguration) -> dict[str, str]:
     """Source -> sha256 of what decides an instruction stream: the design, and the planner."""
     return _hashes(
         {
             **_designs(configuration),
-            **{f"tilefuse/{name}.py": _package() / f"{name}.py" for name in _PLANNING},
+            **_modules(configuration, _PLANNING),
             **{f"tilefuse/plan/{path.name}": path for path in sorted((_package() / "plan").glob("*.py"))},
         }
     )
 
 
-def xclbin_sources(configuration: Configuration) -> dict[str, str]:
+def xclbin_sources(configuration: Configuration | AttentionConfiguration) -> dict[str, str]:
     """Source -> sha256 of what decides an xclbin: the design, the kernel, and how both are laid out and compiled."""
     folder = kernel_sources()
     own = {f"kernels/aie/{path.name}": path for path in sorted(folder.iterdir()) if path.suffix in (".cc", ".h")}
@@ -35,7 +36,7 @@ def xclbin_sources(configuration: Configuration) -> dict[str, str]:
         {
             **_designs(configuration),
             **own,
-            **{f"tilefuse/{name}.py": _package() / f"{name}.py" for name in _LAYING_OUT},
+            **_modules(configuration, _LAYING_OUT),
         }
     )
 
@@ -50,7 +51,13 @@ def _package() -> Path:
     return Path(__file__).parent
 
 
-def _designs(configuration: Configuration) -> dict[str, Path]:
+def _modules(configuration: Configuration | AttentionConfiguration, names: tuple[str, ...]) -> dict[str, Path]:
+    if isinstance(configuration, AttentionConfiguration):
+        names = (*names, "attention_configurations")
+    return {f"tilefuse/{name}.py": _package() / f"{name}.py" for name in names}
+
+
+def _designs(configuration: Configuration | AttentionConfiguration) -> dict[str, Path]:
     folder = Path(str(importlib.resources.files("tilefuse.designs") / "parts.py")).parent
     return {f"designs/iron/{name}.py": folder / f"{name}.py" for name in (configuration.op, "namespace", "parts")}
 

@@ -54,10 +54,10 @@ class Shapes:
 class Wanted:
     """An instruction stream to build: what several problems that pad alike share."""
 
-    plan: plan.Plan
+    plan: plan.Plan | plan.AttentionPlan
     """The plan of the first of them."""
     problems: tuple[tuple[int, int, int], ...]
-    """(M, K, N) of all."""
+    """(M, K, N) of all; none for attention."""
     layers: tuple[str, ...]
 
     @property

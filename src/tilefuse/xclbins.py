@@ -26,14 +26,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from tilefuse import arch, kernels_build, manifest, shapes
+from tilefuse.attention_configurations import AttentionConfiguration
 from tilefuse.configurations import Configuration
 from tilefuse.errors import PlanError, TileFuseError, ToolchainError
 from tilefuse.files import print_text, sha256, write_atomically
 from tilefuse.layout import KT
-from tilefuse.manifest import Artifact, Built, Manifest, ManifestError, Provenance, Stream
-from tilefuse.plan import Plan
+from tilefuse.manifest import (
+    Artifact,
+    AttentionBuilt,
+    AttentionStream,
+    Built,
+    Manifest,
+    ManifestError,
+    Provenance,
+    Stream,
+)
+from tilefuse.plan import AttentionPlan, Plan
 from tilefuse.provenance import stream_sources, xclbin_sources
 from tilefuse.shapes import Wanted
 from tilefuse.xclbin_tools import Tools, aiecc_command, find_tools
@@ -44,6 +55,13 @@ KERNEL = "MLIR_AIE"
 
 _EMITTING = threading.Lock()
 
+AnyConfiguration: TypeAlias = Configuration | AttentionConfiguration
+
+AnyBuilt: TypeAlias = Built | AttentionBuilt
+
+Chosen: TypeAlias = dict[AnyConfiguration, list[Wanted]]
+"""The instruction streams to build, by the configuration that they run on."""
+
 
 class XclbinBuildError(TileFuseError, RuntimeError):
     """aiecc fails, a kernel doesn't fit its core, or an artifact can't be written."""
@@ -53,7 +71,7 @@ class XclbinBuildError(TileFuseError, RuntimeError):
 class Job:
     """A run of aiecc: an instruction stream, an xclbin, or both."""
 
-    configuration: Configuration
+    configuration: AnyConfiguration
     wanted: Wanted
     xclbin: bool
     stream: bool
@@ -71,7 +89,7 @@ class Inputs:
     stream: Provenance
 
     @classmethod
-    def of(cls, tools: Tools, configuration: Configuration) -> Inputs:
+    def of(cls, tools: Tools, configuration: AnyConfiguration) -> Inputs:
         """With these tools, from the sources as they are now."""
         # What an instruction stream holds is up to mlir-aie alone.
         mlir_aie = {"mlir_aie": tools.versions["mlir_aie"]}
@@ -80,11 +98,11 @@ class Inputs:
             stream=Provenance(mlir_aie, stream_sources(configuration)),
         )
 
-    def xclbin_digest(self, configuration: Configuration) -> str:
+    def xclbin_digest(self, configuration: AnyConfiguration) -> str:
         """Changes with whatever would change the xclbin."""
         return manifest.digest_of([self.xclbin, configuration, aiecc_command(None, "", xclbin="x", insts=None)])
 
-    def stream_digest(self, configuration: Configuration, wanted: Wanted) -> str:
+    def stream_digest(self, configuration: AnyConfiguration, wanted: Wanted) -> str:
         """Changes with whatever would change an instruction stream."""
         command = aiecc_command(None, "", xclbin=None, insts="i")
         return manifest.digest_of([self.stream, configuration, wanted.name, manifest.tasks_of(wanted.plan), command])
@@ -105,7 +123,7 @@ class Builder:
         self._kernels = {kernel.name: kernel for kernel in kernels_build.configurations()}
         self._manifest = _manifest_of(output)
 
-    def build(self, chosen: dict[Configuration, list[Wanted]]) -> list[XclbinBuildError]:
+    def build(self, chosen: Chosen) -> list[XclbinBuildError]:
         """Builds what isn't current; returns what failed. The rest is built all the same.
 
         Raises:
@@ -129,11 +147,11 @@ class Builder:
                 self._record(job, made, inputs[job.configuration])
         return failures
 
-    def _xclbin(self, configuration: Configuration, streams: list[Wanted], inputs: Inputs) -> set[str]:
+    def _xclbin(self, configuration: AnyConfiguration, streams: list[Wanted], inputs: Inputs) -> set[str]:
         """Sees to the xclbin; returns the names of the streams that are current then."""
         self._forget_stale(configuration, inputs)
         current = self._current_streams(configuration, streams, inputs)
-        built = self._manifest.built.get(configuration.name)
+        built = self._built(configuration)
         if built is not None and self._is_current(built.xclbin, inputs.xclbin_digest(configuration)):
             return current
         first = next((wanted for wanted in streams if wanted.name not in current), streams[0])
@@ -144,8 +162,8 @@ class Builder:
     def _is_current(self, artifact: Artifact, inputs: str) -> bool:
         return artifact.inputs == inputs and manifest.is_there(self._output, artifact)
 
-    def _current_streams(self, configuration: Configuration, streams: list[Wanted], inputs: Inputs) -> set[str]:
-        built = self._manifest.built.get(configuration.name)
+    def _current_streams(self, configuration: AnyConfiguration, streams: list[Wanted], inputs: Inputs) -> set[str]:
+        built = self._built(configuration)
         found = {} if built is None else built.streams
         return {
             wanted.name
@@ -154,17 +172,18 @@ class Builder:
             and self._is_current(found[wanted.name].artifact, inputs.stream_digest(configuration, wanted))
         }
 
-    def _forget_stale(self, configuration: Configuration, inputs: Inputs) -> None:
+    def _forget_stale(self, configuration: AnyConfiguration, inputs: Inputs) -> None:
         """Drops the streams made from other sources: they fit neither today's plans nor a new xclbin."""
-        built = self._manifest.built.get(configuration.name)
+        built = self._built(configuration)
         if built is None:
             return
         digest = inputs.stream.digest
-        kept = {name: stream for name, stream in built.streams.items() if stream.artifact.provenance == digest}
-        if len(kept) < len(built.streams):
-            self._update(replace(built, streams=kept))
-            for name in built.streams.keys() - kept.keys():
-                (self._output / built.streams[name].artifact.file).unlink(missing_ok=True)
+        stale = {name for name, stream in built.streams.items() if stream.artifact.provenance != digest}
+        if stale:
+            files = [self._output / built.streams[name].artifact.file for name in stale]
+            self._update(_without(built, stale))
+            for file in files:
+                file.unlink(missing_ok=True)
 
     def _run_all(self, jobs: list[Job]) -> Iterator[tuple[Job, dict[str, bytes] | XclbinBuildError]]:
         """Runs them, and gives each as it is done. What ends the loop early cancels those that have not begun."""
@@ -211,7 +230,7 @@ class Builder:
         except OSError as error:
             raise XclbinBuildError(f"{job}: can't write {error.filename or self._output}: {error.strerror}") from None
 
-    def _kernel(self, configuration: Configuration, folder: Path) -> None:
+    def _kernel(self, configuration: AnyConfiguration, folder: Path) -> None:
         try:
             size = kernels_build.build(self._tools.kernels, self._kernels[configuration.kernel], folder)
         except kernels_build.KernelBuildError as error:
@@ -243,7 +262,7 @@ class Builder:
     def _record(self, job: Job, made: dict[str, bytes], inputs: Inputs) -> None:
         """Gives finished artifacts their names, then enters them into the manifest."""
         config = job.configuration
-        built = self._manifest.built.get(config.name)
+        built = self._built(config)
         digests = {}
         for path, data in made.items():
             target = self._output / path
@@ -256,28 +275,52 @@ class Builder:
         if job.xclbin:
             path = f"{config.name}.xclbin"
             artifact = Artifact(path, digests[path], inputs.xclbin_digest(config), inputs.xclbin.digest)
-            built = Built(config, KERNEL, artifact, built.streams if built else {})
+            built = _with_xclbin(config, built, artifact)
         assert built is not None
         if job.stream:
             path = f"{config.name}/{job.wanted.name}.bin"
             digest = inputs.stream_digest(config, job.wanted)
             artifact = Artifact(path, digests[path], digest, inputs.stream.digest)
-            built = replace(built, streams={**built.streams, job.wanted.name: _stream(job.wanted, artifact)})
+            built = _with_stream(built, job.wanted, artifact)
         self._update(built, inputs.xclbin, inputs.stream)
         self._say(f"built {job}")
 
-    def _update(self, built: Built, *provenances: Provenance) -> None:
+    def _built(self, configuration: AnyConfiguration) -> AnyBuilt | None:
+        if isinstance(configuration, AttentionConfiguration):
+            return self._manifest.attention.get(configuration.name)
+        return self._manifest.built.get(configuration.name)
+
+    def _update(self, built: AnyBuilt, *provenances: Provenance) -> None:
         known = {**self._manifest.provenances, **{provenance.digest: provenance for provenance in provenances}}
-        self._manifest = Manifest({**self._manifest.built, built.configuration.name: built}, known)
+        products, attention = dict(self._manifest.built), dict(self._manifest.attention)
+        if isinstance(built, AttentionBuilt):
+            attention[built.configuration.name] = built
+        else:
+            products[built.configuration.name] = built
+        self._manifest = Manifest(products, known, attention)
         try:
             manifest.write(self._output, self._manifest)
         except OSError as error:
             raise XclbinBuildError(f"can't write {self._output / manifest.NAME}: {error.strerror}") from None
 
 
-def _stream(wanted: Wanted, artifact: Artifact) -> Stream:
+def _with_xclbin(configuration: AnyConfiguration, built: AnyBuilt | None, artifact: Artifact) -> AnyBuilt:
+    """What is there of a configuration, with a new xclbin."""
+    if built is not None:
+        return replace(built, xclbin=artifact)
+    if isinstance(configuration, AttentionConfiguration):
+        return AttentionBuilt(configuration, KERNEL, artifact)
+    return Built(configuration, KERNEL, artifact)
+
+
+def _with_stream(built: AnyBuilt, wanted: Wanted, artifact: Artifact) -> AnyBuilt:
+    """What is there of a configuration, with another instruction stream."""
     plan = wanted.plan
-    return Stream(
+    if isinstance(built, AttentionBuilt):
+        stream = AttentionStream(wanted.name, manifest.tasks_of(plan), wanted.layers, artifact)
+        return replace(built, streams={**built.streams, wanted.name: stream})
+    assert isinstance(plan, Plan)
+    made = Stream(
         name=wanted.name,
         rows=plan.y_rows,
         k=plan.layout.k_tiles * KT,
@@ -288,6 +331,14 @@ def _stream(wanted: Wanted, artifact: Artifact) -> Stream:
         problems=wanted.problems,
         artifact=artifact,
     )
+    return replace(built, streams={**built.streams, wanted.name: made})
+
+
+def _without(built: AnyBuilt, names: set[str]) -> AnyBuilt:
+    """What is there of a configuration, without some instruction streams."""
+    if isinstance(built, AttentionBuilt):
+        return replace(built, streams={name: s for name, s in built.streams.items() if name not in names})
+    return replace(built, streams={name: s for name, s in built.streams.items() if name not in names})
 
 
 def _manifest_of(output: Path) -> Manifest:
@@ -304,7 +355,7 @@ def _made(job: Job, path: Path) -> bytes:
     return data
 
 
-def _mlir(plan: Plan) -> str:
+def _mlir(plan: Plan | AttentionPlan) -> str:
     from tilefuse.designs.emit import mlir
 
     # One at a time: what IRON keeps in its modules is not made for threads.
@@ -324,7 +375,7 @@ def build_one(plan: Plan, output: Path) -> list[XclbinBuildError]:
     return builder.build({plan.configuration: [wanted]})
 
 
-def listing(chosen: dict[Configuration, list[Wanted]]) -> str:
+def listing(chosen: Chosen) -> str:
     """What there is to build, with modelled times."""
     lines = []
     for configuration, streams in chosen.items():
@@ -386,7 +437,7 @@ def _shape(text: str) -> tuple[int, int, int]:
     return m, k, n
 
 
-def _wanted(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[Configuration, list[Wanted]]:
+def _wanted(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Chosen:
     if options.shape is None:
         if options.scheme is not None:
             parser.error("--scheme goes with --shape")
@@ -395,10 +446,11 @@ def _wanted(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dic
         parser.error("--shape needs --scheme, and goes without --shapes")
     m, k, n = options.shape
     wanted = shapes.wanted_for(m, shapes.layout_of(k, n, options.scheme, options.columns), options.streams)
-    return {wanted.plan.configuration: [wanted]}
+    chosen: Chosen = {wanted.plan.configuration: [wanted]}
+    return chosen
 
 
-def _chosen(wanted: dict[Configuration, list[Wanted]], only: str) -> dict[Configuration, list[Wanted]]:
+def _chosen(wanted: Chosen, only: str) -> Chosen:
     chosen = {
         configuration: [stream for stream in streams if only in f"{configuration.name}/{stream.name}"]
         for configuration, streams in wanted.items()
@@ -409,7 +461,7 @@ def _chosen(wanted: dict[Configuration, list[Wanted]], only: str) -> dict[Config
     return chosen
 
 
-def _list(chosen: dict[Configuration, list[Wanted]]) -> int:
+def _list(chosen: Chosen) -> int:
     try:
         print_text(f"{listing(chosen)}\n")
     except OSError as error:
@@ -417,7 +469,7 @@ def _list(chosen: dict[Configuration, list[Wanted]]) -> int:
     return 0
 
 
-def _emit(chosen: dict[Configuration, list[Wanted]], output: Path) -> int:
+def _emit(chosen: Chosen, output: Path) -> int:
     texts = {configuration.name: _mlir(streams[0].plan) for configuration, streams in chosen.items()}
     _make_folder(output)
     for name, text in texts.items():
