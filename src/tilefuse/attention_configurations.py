@@ -24,9 +24,6 @@ CORE_ROWS = ROW_TILE // arch.CORE_ROWS
 KEY_TILE = 64
 """Keys of a tile, and of an INT8 scale."""
 
-HALF = KEY_TILE // 2
-"""Keys whose bfloat16 rows, of K or V, are an object: as many bytes as the codes of a whole tile."""
-
 INT8_OBJECTS = 3
 """Objects of an INT8 tile: codes of K, two halves of V."""
 
@@ -36,6 +33,9 @@ WIDE_OBJECTS = 4
 HEAD_DIMS = (64, 128)
 """Head sizes that there are kernels for; smaller heads are padded with zeros."""
 
+SHARES = (1, 2, 4)
+"""Columns that may read one stream of keys and values."""
+
 PIECE_ROWS = 8
 """Rows of results that a core sends at a time."""
 
@@ -43,16 +43,25 @@ PIECES = CORE_ROWS // PIECE_ROWS
 """Times that a core sends for a query tile."""
 
 META_BYTES = 64
-"""Bytes behind an object's payload and mean: its first key, its scale. Behind a piece of results: the rows' lse."""
+"""Bytes behind an object of keys or values, and behind a piece of results (kernels/aie/attention_layout.h)."""
 
 HEADER_BYTES = 64
-"""Bytes before a core's queries: counts, positions, the multiplier of scores."""
+"""Bytes before a core's queries: counts of tiles, positions, masks."""
+
+_OPERAND = 72
+"""Bytes of 64 bfp16 values."""
 
 STACK = 3328
 """Bytes of stack (assumed, as for a GEMM; a build measures the frames)."""
 
-STATE_BYTES = 2 * CORE_ROWS * 4
-"""Bytes of the running maxima and sums of a core's rows."""
+STATE_BYTES = CORE_ROWS * 4 + CORE_ROWS // 8 * 64 * 4
+"""Bytes of the maxima and sums of a core's rows."""
+
+SCORES_BYTES = CORE_ROWS * KEY_TILE * 4 + CORE_ROWS * 4 + META_BYTES
+"""Bytes of the raw scores of a core's rows by a key tile, and what is added to those of a row."""
+
+P_BYTES = CORE_ROWS // 8 * KEY_TILE // 8 * 2 * _OPERAND + CORE_ROWS // 8 * 64 * 2 + META_BYTES
+"""Bytes of the weights of a core's rows by a key tile, and by what their outputs shrink."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ class AttentionConfiguration:
     Args:
         d: Size of a head: 64 or 128.
         columns: Columns of the array, 1 to 8.
+        blocks: Heads whose 32 rows a core takes past the same keys, 1 or 2 (as memory permits: 1 for d = 128).
+        share: Columns that read one stream of keys and values, each for its own heads: 1, 2 or 4; divides ``columns``.
 
     Raises:
         PlanError: There is no such kernel, or it doesn't fit the array.
@@ -69,17 +80,23 @@ class AttentionConfiguration:
 
     d: int
     columns: int = arch.COLUMNS
+    blocks: int = 1
+    share: int = 1
 
     op: ClassVar[str] = "attention"
 
     def __post_init__(self) -> None:
-        for name in ("d", "columns"):
+        for name in ("d", "columns", "blocks", "share"):
             object.__setattr__(self, name, checked_int(getattr(self, name), name))
         if self.d not in HEAD_DIMS:
             known = " and ".join(map(str, HEAD_DIMS))
             raise PlanError(f"d = {self.d}: kernels are for heads of {known}; pad smaller heads with zeros")
         if not 1 <= self.columns <= arch.COLUMNS:
             raise PlanError(f"columns = {self.columns}: the array has 1 to {arch.COLUMNS}")
+        if self.blocks not in (1, 2):
+            raise PlanError(f"blocks = {self.blocks}: 1 or 2 heads of a core")
+        if self.share not in SHARES or self.columns % self.share:
+            raise PlanError(f"share = {self.share}: 1, 2 or 4 columns of {self.columns}, which it has to divide")
         for budget in self.budgets():
             if budget.used > budget.limit:
                 raise PlanError(f"{self.name} does not fit: {budget}")
@@ -92,49 +109,49 @@ class AttentionConfiguration:
     @cached_property
     def name(self) -> str:
         """Unique among configurations; what the xclbin's file is called."""
-        return f"{self.kernel}_{self.columns}c"
+        return f"{self.kernel}_{self.blocks}b{self.share}s_{self.columns}c"
 
     @property
     def stack_bytes(self) -> int:
         """Stack of a core."""
         return STACK
 
+    @property
+    def teams(self) -> int:
+        """Streams of keys and values: each is read by `share` columns."""
+        return self.columns // self.share
+
+    @property
+    def heads(self) -> int:
+        """Heads that read one stream at a time."""
+        return self.blocks * self.share
+
     # --- objects, in bytes --------------------------------------------------------------------------------------------
 
     @property
-    def payload_bytes(self) -> int:
-        """Codes of a key tile, or bfloat16 rows of half of one."""
-        return KEY_TILE * self.d
-
-    @property
     def kv_object(self) -> int:
-        """Keys or values that a core takes at a time: payload, a bfloat16 mean of keys, what is said of them."""
-        return self.payload_bytes + 2 * self.d + META_BYTES
+        """Keys or values that a core takes at a time."""
+        return _OPERAND * self.d + META_BYTES
 
     @property
     def q_object(self) -> int:
-        """Queries of a core: header, a scale for each row, codes, bfloat16 rows."""
-        return HEADER_BYTES + CORE_ROWS * (4 + self.d + 2 * self.d)
+        """Queries of a core, of one head: header, a scale for each row, codes, what codes leave as bfp16."""
+        return HEADER_BYTES + CORE_ROWS * (4 + self.d) + CORE_ROWS * self.d // 64 * _OPERAND
 
     @property
     def y_object(self) -> int:
-        """Results that a core sends at a time: bfloat16 rows, and the lse of each in fp32."""
+        """Results that a core sends at a time: bfloat16 rows, and fp32 maximum and sum of each."""
         return PIECE_ROWS * self.d * 2 + META_BYTES
 
     @property
     def o_bytes(self) -> int:
-        """fp32 sums of a core's outputs."""
+        """fp32 sums of a core's outputs, of one head."""
         return CORE_ROWS * self.d * 4
 
     @property
-    def scores_bytes(self) -> int:
-        """Raw scores of a core's rows by a key tile, a multiplier for the tile and an offset for each row."""
-        return CORE_ROWS * KEY_TILE * 4 + CORE_ROWS * 4 + META_BYTES
-
-    @property
-    def p_bytes(self) -> int:
-        """bfloat16 weights of a core's rows by a key tile."""
-        return CORE_ROWS * KEY_TILE * 2
+    def kv_depth(self) -> int:
+        """Objects of keys and values in a core: two heads take both halves of a 16-bit tile at once."""
+        return self.blocks + 1
 
     @property
     def kv_l2_depth(self) -> int:
@@ -146,15 +163,15 @@ class AttentionConfiguration:
         return self.kv_object * (INT8_OBJECTS if int8 else WIDE_OBJECTS)
 
     def budgets(self) -> Iterator[Budget]:
-        """Of a core and of a memory tile."""
+        """Of a core and of the fullest memory tile."""
         core = (
             Item("stack", self.stack_bytes),
-            Item("outputs", self.o_bytes),
-            Item("queries", self.q_object),
-            Item("keys and values", self.kv_object, 2),
-            Item("scores", self.scores_bytes),
-            Item("weights", self.p_bytes),
-            Item("maxima and sums", STATE_BYTES),
+            Item("outputs", self.o_bytes, self.blocks),
+            Item("queries", self.q_object, self.blocks),
+            Item("keys and values", self.kv_object, self.kv_depth),
+            Item("scores", SCORES_BYTES),
+            Item("weights", P_BYTES, self.blocks),
+            Item("maxima and sums", STATE_BYTES, self.blocks),
             Item("results", self.y_object),
         )
         yield Budget("core", core, arch.CORE.memory)

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tilefuse import arch, plan
+from tilefuse.attention_configurations import AttentionConfiguration
 from tilefuse.configurations import Configuration, Op
-from tilefuse.errors import LayoutError, PlanError
+from tilefuse.errors import LayoutError, PlanError, RoutingError
 from tilefuse.layout import Layout, ZeroKind
 from tilefuse.manifest import stream_name
+from tilefuse.tilemix import npu_streams
+from tilefuse.tilemix.template import named
 
 HEAD = "lm_head"
 
@@ -39,6 +42,33 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """The attention layers of a model, on prompts: causal, as many queries as keys."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    d: int
+    lengths: tuple[int, ...]
+    routings: tuple[str, ...]
+    """Names, as `tilefuse.attention` takes them."""
+
+    def plans(self, columns: int) -> Iterator[tuple[str, plan.AttentionPlan]]:
+        """What it is called and the plan, of each length and routing.
+
+        Raises:
+            PlanError: The array can't run one of them, or there is no such routing.
+        """
+        for length in self.lengths:
+            for routing in self.routings:
+                sizes = self.heads, self.kv_heads, self.d
+                yield (
+                    f"{self.name} {length} {routing}",
+                    attention_plan(length, length, *sizes, routing, columns=columns),
+                )
+
+
+@dataclass(frozen=True)
 class Shapes:
     """The contents of a file of shapes."""
 
@@ -48,6 +78,7 @@ class Shapes:
     rows: tuple[int, ...]
     gemv_streams: tuple[int, ...]
     layers: tuple[Layer, ...]
+    attention: tuple[Attention, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +116,7 @@ def read(path: Path) -> Shapes:
         raise PlanError(f"can't read {path}: {error.strerror}; pass another file with --shapes") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} is not TOML: {error}") from None
-    unknown = document.keys() - {"columns", "designs", "schemes", "rows", "gemv_streams", "models"}
+    unknown = document.keys() - {"columns", "designs", "schemes", "rows", "gemv_streams", "models", "attention"}
     if unknown:
         raise PlanError(f"{path}: unknown key {min(unknown)!r}")
     designs = _listed(path, document, "designs", str)
@@ -104,16 +135,42 @@ def read(path: Path) -> Shapes:
         rows=tuple(_listed(path, document, "rows", int)),
         gemv_streams=tuple(_listed(path, document, "gemv_streams", int)),
         layers=tuple(_layers(path, document.get("models"))),
+        attention=tuple(_attention(path, document["attention"])) if "attention" in document else (),
     )
 
 
-def wanted(shapes: Shapes) -> dict[Configuration, list[Wanted]]:
+def attention_plan(
+    query_len: int,
+    key_len: int,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    routing: str,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    columns: int = arch.COLUMNS,
+) -> plan.AttentionPlan:
+    """The plan of one sequence, of a routing by its name.
+
+    Raises:
+        PlanError: The array can't run it, or there is no such routing.
+    """
+    try:
+        routed = named(routing).build(query_len, key_len, causal=causal, window=window)
+    except RoutingError as error:
+        raise PlanError(str(error)) from None
+    lengths = npu_streams.lengths(routed.grid, routed)
+    return plan.attention([lengths], heads=heads, kv_heads=kv_heads, d=d, columns=columns)
+
+
+def wanted(shapes: Shapes) -> dict[Configuration | AttentionConfiguration, list[Wanted]]:
     """The instruction streams of each configuration that the plans of all shapes choose.
 
     Raises:
         PlanError: The array can't run one of them.
     """
-    found: dict[Configuration, dict[str, Wanted]] = {}
+    found: dict[Configuration | AttentionConfiguration, dict[str, Wanted]] = {}
     for layer in shapes.layers:
         for chosen in _plans(shapes, layer):
             streams = found.setdefault(chosen.configuration, {})
@@ -125,6 +182,12 @@ def wanted(shapes: Shapes) -> dict[Configuration, list[Wanted]]:
             else:
                 problems = tuple(dict.fromkeys((*before.problems, problem)))
                 streams[name] = Wanted(before.plan, problems, (*before.layers, layer.name))
+    for model in shapes.attention:
+        for title, routed in model.plans(shapes.columns):
+            streams = found.setdefault(routed.configuration, {})
+            name = stream_name(routed)
+            before = streams.get(name)
+            streams[name] = Wanted(routed, (), (title,) if before is None else (*before.layers, title))
     return {configuration: list(streams.values()) for configuration, streams in found.items()}
 
 
@@ -186,6 +249,24 @@ def _listed(path: Path, document: dict[str, Any], key: str, kind: type) -> list[
         raise PlanError(f"{path}: {key} = {values!r}; a list of {what} is needed")
     assert isinstance(values, list)
     return values
+
+
+def _attention(path: Path, document: object) -> Iterator[Attention]:
+    if not isinstance(document, dict) or document.keys() != {"lengths", "routings", "models"}:
+        raise PlanError(f"{path}: attention = {document!r}; lengths, routings and models are needed")
+    lengths = tuple(_listed(path, document, "lengths", int))
+    routings = tuple(_listed(path, document, "routings", str))
+    models = document["models"]
+    if not isinstance(models, dict) or not models:
+        raise PlanError(f"{path}: attention.models = {models!r}; needed are models, as in Llama-3-8B = [32, 8, 128]")
+    for name, shape in models.items():
+        if not isinstance(shape, list) or [type(size) for size in shape] != [int, int, int]:
+            raise PlanError(
+                f"{path}: attention of {name} = {shape!r}; heads, heads of keys and their size are needed, as in "
+                "[32, 8, 128]"
+            )
+        heads, kv_heads, d = shape
+        yield Attention(name, heads, kv_heads, d, lengths, routings)
 
 
 def _integer(path: Path, key: str, value: object) -> int:

@@ -10,7 +10,7 @@ from tilefuse.attention_configurations import INT8_OBJECTS, PIECES, WIDE_OBJECTS
 
 
 @dataclass(frozen=True)
-class AttentionCycles:
+class KernelCycles:
     """Cycles of the kernel's entry points, modelled: the host build counts them, and the tests hold these to it."""
 
     begin: int
@@ -24,35 +24,44 @@ class AttentionCycles:
     store: int
     """Of a piece."""
 
-    @property
-    def int8_tile(self) -> float:
-        """Cycles of a core for an INT8 tile, with calls and locks."""
-        return self._around(INT8_OBJECTS) + self.int8_scores + self.softmax + 2 * self.values
 
-    @property
-    def wide_tile(self) -> float:
-        """Cycles of a core for a 16-bit tile, with calls and locks."""
-        return self._around(WIDE_OBJECTS) + 2 * self.wide_scores + self.softmax + 2 * self.values
+@dataclass(frozen=True)
+class AttentionCycles:
+    """Cycles of a core, modelled, with calls and locks: for an INT8 tile, a 16-bit tile, and around them."""
 
-    def _around(self, objects: int) -> float:
-        return objects * (2 * arch.LOCK_CYCLES + arch.CALL_CYCLES) + arch.CALL_CYCLES
+    int8_tile: float
+    wide_tile: float
+    around: float
 
     def item(self, int8: int, wide: int) -> float:
-        """Cycles of a core for a query tile with so many key tiles."""
-        around = 2 * arch.LOCK_CYCLES + arch.CALL_CYCLES + self.begin
-        pieces = PIECES * (2 * arch.LOCK_CYCLES + arch.CALL_CYCLES + self.store)
-        return around + pieces + int8 * self.int8_tile + wide * self.wide_tile
+        """For a query tile with so many key tiles."""
+        return self.around + int8 * self.int8_tile + wide * self.wide_tile
 
 
-_CYCLES = {
-    64: AttentionCycles(begin=150, int8_scores=600, wide_scores=5400, softmax=2500, values=5400, store=100),
-    128: AttentionCycles(begin=280, int8_scores=1100, wide_scores=10800, softmax=2600, values=10800, store=200),
+_KERNELS = {
+    64: KernelCycles(begin=150, int8_scores=600, wide_scores=600, softmax=1500, values=600, store=100),
+    128: KernelCycles(begin=280, int8_scores=1100, wide_scores=1200, softmax=1500, values=1200, store=200),
 }
 
 
+def kernel_cycles(d: int) -> KernelCycles:
+    """The figures of the kernel for heads of ``d``."""
+    return _KERNELS[d]
+
+
 def cycles_of(configuration: AttentionConfiguration) -> AttentionCycles:
-    """The figures of a configuration's kernel."""
-    return _CYCLES[configuration.d]
+    """The figures of a configuration: what its cores compute, or what its stream takes to bring a tile if that is more."""
+    kernel, blocks = kernel_cycles(configuration.d), configuration.blocks
+    call, lock = arch.CALL_CYCLES, 2 * arch.LOCK_CYCLES
+    weigh = call + kernel.softmax + 2 * (call + kernel.values)
+    int8 = INT8_OBJECTS * lock + blocks * (call + kernel.int8_scores + weigh)
+    wide = WIDE_OBJECTS * lock + blocks * (2 * (call + kernel.wide_scores) + weigh)
+    pieces = PIECES * (lock + call + kernel.store)
+    return AttentionCycles(
+        int8_tile=max(int8, configuration.tile_bytes(int8=True) / arch.STREAM_BYTES),
+        wide_tile=max(wide, configuration.tile_bytes(int8=False) / arch.STREAM_BYTES),
+        around=lock + blocks * (call + kernel.begin + pieces) + configuration.q_object / arch.STREAM_BYTES,
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class AttentionCosts:
     """Seconds, modelled, that each part would need if the others took no time."""
 
     compute: float
-    """The column with most to do."""
+    """The cores with most to do, and what their stream makes them wait."""
     kv_stream: float
     """The fullest channel of keys and values."""
     dram: float

@@ -1,4 +1,4 @@
-"""Plans of attention: query tiles dealt to columns, the order in which key tiles stream past each, descriptors.
+"""Plans of attention: query tiles dealt to streams, the order in which key tiles pass by, descriptors.
 
     print(plan.attention([npu_streams.lengths(grid, routing)], heads=32, kv_heads=8, d=128))
 
@@ -23,10 +23,12 @@ import numpy.typing as npt
 from tilefuse import arch
 from tilefuse.attention_configurations import (
     CORE_ROWS,
+    HEAD_DIMS,
     INT8_OBJECTS,
     KEY_TILE,
     PIECES,
     ROW_TILE,
+    SHARES,
     WIDE_OBJECTS,
     AttentionConfiguration,
 )
@@ -40,6 +42,10 @@ Bits = npt.NDArray[np.bool_]
 
 Runs = tuple[tuple[int, int], ...]
 """Neighbouring key tiles: (first, count) of each run, ascending."""
+
+
+NO_HEAD = -1
+"""In the place of a head: rows of zeros, whose results nobody asks for."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,11 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Item:
-    """A query tile of one head: what a column computes at a time."""
+    """A query tile of some heads that see the same keys: what the columns of a stream compute at a time."""
 
     sequence: int
-    head: int
+    heads: tuple[int, ...]
+    """Of each column in turn, those of its blocks; `NO_HEAD` where there is none left."""
     query_tile: int
     int8: Runs
     wide: Runs
@@ -108,8 +115,8 @@ class AttentionPlan:
     kv_heads: int
     lengths: tuple[tuple[int, int], ...]
     """(query length, key length) of each sequence."""
-    columns: tuple[tuple[Item, ...], ...] = field(repr=False)
-    """What each column computes, in this order."""
+    teams: tuple[tuple[Item, ...], ...] = field(repr=False)
+    """What the columns of each stream of keys and values compute, in this order."""
     has_int8: bool
     has_wide: bool
     steps: tuple[Step, ...] = field(repr=False)
@@ -151,34 +158,39 @@ class AttentionPlan:
         return self.kv_heads * sum(self.key_tiles)
 
     @property
-    def item_q_words(self) -> int:
-        """Words of a query tile."""
+    def slot_q_words(self) -> int:
+        """Words of the queries of a query tile and head."""
         return arch.CORE_ROWS * self.configuration.q_object // arch.WORD
 
     @property
-    def item_y_words(self) -> int:
-        """Words of the results of a query tile."""
+    def slot_y_words(self) -> int:
+        """Words of the results of a query tile and head."""
         return arch.CORE_ROWS * PIECES * self.configuration.y_object // arch.WORD
 
-    @cached_property
-    def first_items(self) -> tuple[int, ...]:
-        """Of each column, how many query tiles the buffers have before its own."""
-        return tuple(_starts([len(items) for items in self.columns]))
+    def slots(self) -> Iterator[tuple[Item, int]]:
+        """Query tiles and heads in the order of the buffers: of each column in turn its work, of each item its blocks."""
+        config = self.configuration
+        for items in self.teams:
+            for column in range(config.share):
+                for item in items:
+                    for head in item.heads[column * config.blocks : (column + 1) * config.blocks]:
+                        yield item, head
 
-    @property
-    def items(self) -> int:
-        """Query tiles of all sequences and heads."""
-        return sum(map(len, self.columns))
+    @cached_property
+    def column_slots(self) -> tuple[int, ...]:
+        """Of each column, its query tiles and heads."""
+        config = self.configuration
+        return tuple(len(items) * config.blocks for items in self.teams for _ in range(config.share))
 
     @property
     def q_words(self) -> int:
         """Words of the queries' buffer."""
-        return self.items * self.item_q_words
+        return sum(self.column_slots) * self.slot_q_words
 
     @property
     def y_words(self) -> int:
         """Words of the results' buffer."""
-        return self.items * self.item_y_words
+        return sum(self.column_slots) * self.slot_y_words
 
     def tile_words(self, *, int8: bool) -> int:
         """Words of a key tile of that kind."""
@@ -218,26 +230,31 @@ class AttentionPlan:
     @property
     def counts(self) -> tuple[int, int]:
         """INT8 tiles and 16-bit tiles that are executed, all heads together."""
-        totals = [item.counts for items in self.columns for item in items]
-        return sum(n8 for n8, _ in totals), sum(n16 for _, n16 in totals)
+        totals = [(sum(head != NO_HEAD for head in item.heads), *item.counts) for items in self.teams for item in items]
+        return sum(heads * n8 for heads, n8, _ in totals), sum(heads * n16 for heads, _, n16 in totals)
 
-    def bytes_of(self, stream: str) -> int:
-        """Bytes that the shims move for a stream."""
-        return sum(arch.WORD * step.transfer.tap.words for step in self.steps if step.transfer.stream == stream)
+    @cached_property
+    def kv_bytes(self) -> tuple[int, ...]:
+        """Bytes of each stream of keys and values."""
+        sizes = self.configuration.tile_bytes(int8=True), self.configuration.tile_bytes(int8=False)
+        counts = [[item.counts for item in items] for items in self.teams]
+        return tuple(sum(n8 * sizes[0] + n16 * sizes[1] for n8, n16 in each) for each in counts)
+
+    @property
+    def dram_bytes(self) -> tuple[int, int]:
+        """Bytes read from and written to the host's memory."""
+        return arch.WORD * self.q_words + sum(self.kv_bytes), arch.WORD * self.y_words
 
     @cached_property
     def costs(self) -> AttentionCosts:
         """What each part of the array would need, modelled."""
         cycles = cycles_of(self.configuration)
-        kv = [0] * len(self.columns)
-        for step in self.steps:
-            if step.transfer.stream == "kv":
-                kv[step.transfer.index] += arch.WORD * step.transfer.tap.words
+        read, written = self.dram_bytes
         return AttentionCosts.modelled(
-            compute=[sum(cycles.item(*item.counts) for item in items) for items in self.columns],
-            kv_bytes=kv,
-            read=self.bytes_of("q") + self.bytes_of("kv"),
-            written=self.bytes_of("y"),
+            compute=[sum(cycles.item(*item.counts) for item in items) for items in self.teams],
+            kv_bytes=self.kv_bytes,
+            read=read,
+            written=written,
             tasks=self.tasks,
         )
 
@@ -264,7 +281,10 @@ class AttentionPlan:
         n8, n16 = self.counts
         yield f"{self.problem}, on {config.name}"
         yield f"  kernel      {config.kernel}"
-        yield f"  work        {self.items} query tiles of {ROW_TILE} rows, {CORE_ROWS} a core"
+        yield (
+            f"  work        {sum(map(len, self.teams))} query tiles of {ROW_TILE} rows by {config.heads} heads, in "
+            f"{config.teams} streams; {CORE_ROWS} rows a core, {config.blocks} heads"
+        )
         yield (
             f"  key tiles   {n8} INT8 of {INT8_OBJECTS} objects, {n16} 16-bit of {WIDE_OBJECTS}; an object has "
             f"{config.kv_object} bytes"
@@ -273,12 +293,19 @@ class AttentionPlan:
             yield f"  {budget}"
         deepest = max(self.queue_depths.values(), default=0)
         yield f"  tasks       {self.tasks}, at most {deepest} on a channel (of {arch.QUEUE_DEPTH})"
-        yield f"  DRAM        {self.bytes_of('q') + self.bytes_of('kv')} bytes read, {self.bytes_of('y')} written"
+        yield "  DRAM        {} bytes read, {} written".format(*self.dram_bytes)
         yield f"  modelled    {costs}"
 
 
 def attention(
-    sequences: Sequence[Lengths], *, heads: int, kv_heads: int, d: int, columns: int = arch.COLUMNS
+    sequences: Sequence[Lengths],
+    *,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    columns: int = arch.COLUMNS,
+    blocks: int | None = None,
+    share: int | None = None,
 ) -> AttentionPlan:
     """The plan of softmax(q k') v for some sequences.
 
@@ -288,6 +315,7 @@ def attention(
         kv_heads: Heads of k and v; divides ``heads``.
         d: Size of a head, of q, k and v, as the kernels take it (`AttentionConfiguration`).
         columns: Columns of the array.
+        blocks, share: Heads of a core and columns of a stream (`AttentionConfiguration`); chosen by the model when None.
 
     Raises:
         PlanError: The array can't run it; the message says which limit.
@@ -295,24 +323,43 @@ def attention(
     heads, kv_heads = checked_int(heads, "heads"), checked_int(kv_heads, "kv_heads")
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise PlanError(f"heads = {heads}, kv_heads = {kv_heads}: each head of k serves the same number of heads of q")
-    config = AttentionConfiguration(d, columns)
     for number, sequence in enumerate(sequences):
         _check(number, sequence, kv_heads)
+    configurations = _configurations(d, columns, heads // kv_heads, blocks, share)
+    plans = [_laid_out(config, sequences, heads, kv_heads) for config in configurations]
+    return _with_steps(min(plans, key=lambda plan: plan.costs.total))
+
+
+def _configurations(
+    d: int, columns: int, group: int, blocks: int | None, share: int | None
+) -> list[AttentionConfiguration]:
+    """Those to choose among: as asked for, or such that no more than a half of the heads is padding."""
+    if blocks is not None and share is not None:
+        return [AttentionConfiguration(d, columns, blocks, share)]
+    found = []
+    for each in (blocks,) if blocks is not None else (1, 2):
+        for columns_each in (share,) if share is not None else SHARES:
+            asked = blocks is not None or share is not None
+            fits = columns % columns_each == 0 and (each == 1 or d == min(HEAD_DIMS))
+            if asked or (fits and each * columns_each < 2 * group):
+                found.append(AttentionConfiguration(d, columns, each, columns_each))
+    return found
+
+
+def _laid_out(config: AttentionConfiguration, sequences: Sequence[Lengths], heads: int, kv_heads: int) -> AttentionPlan:
+    """The plan but for its steps."""
     _check_buffers(config, sequences, heads, kv_heads)
-    items = list(_items(sequences, heads, kv_heads))
-    cycles = cycles_of(config)
-    dealt = _deal(items, config.columns, cycles)
-    laid_out = AttentionPlan(
+    items = list(_items(sequences, heads, kv_heads, config.heads))
+    return AttentionPlan(
         config,
         heads,
         kv_heads,
         tuple((s.query_len, s.key_len) for s in sequences),
-        dealt,
+        _deal(items, config.teams, cycles_of(config)),
         has_int8=any(item.int8 for item in items),
         has_wide=any(item.wide for item in items),
         steps=(),
     )
-    return _with_tasks(laid_out, cycles)
 
 
 def _check(number: int, sequence: Lengths, kv_heads: int) -> None:
@@ -332,7 +379,8 @@ def _check(number: int, sequence: Lengths, kv_heads: int) -> None:
 def _check_buffers(config: AttentionConfiguration, sequences: Sequence[Lengths], heads: int, kv_heads: int) -> None:
     """Before anything is listed: whether the host's buffers can be addressed."""
     tiles = kv_heads * sum(s.key_tiles for s in sequences)
-    items = heads * sum(s.query_tiles for s in sequences)
+    padded = kv_heads * config.heads * -(-heads // (kv_heads * config.heads))
+    items = padded * sum(s.query_tiles for s in sequences)
     both = config.tile_bytes(int8=True) + config.tile_bytes(int8=False)
     sizes = {"keys and values": tiles * both, "queries": items * arch.CORE_ROWS * config.q_object}
     for name, nbytes in sizes.items():
@@ -343,8 +391,9 @@ def _check_buffers(config: AttentionConfiguration, sequences: Sequence[Lengths],
             )
 
 
-def _items(sequences: Sequence[Lengths], heads: int, kv_heads: int) -> Iterator[Item]:
-    share = heads // kv_heads
+def _items(sequences: Sequence[Lengths], heads: int, kv_heads: int, together: int) -> Iterator[Item]:
+    """The query tiles of ``together`` heads of a group at a time."""
+    group = heads // kv_heads
     for number, sequence in enumerate(sequences):
         maps = len(sequence.int8)
         for m in range(sequence.query_tiles):
@@ -353,9 +402,11 @@ def _items(sequences: Sequence[Lengths], heads: int, kv_heads: int) -> Iterator[
             for which in range(maps):
                 bits = sequence.int8[which, m, first:stop]
                 routed.append((_runs(bits, first), _runs(~bits, first)))
-            for head in range(heads):
-                int8, wide = routed[head // share if maps > 1 else 0]
-                yield Item(number, head, m, int8, wide)
+            for kv_head in range(kv_heads):
+                int8, wide = routed[kv_head if maps > 1 else 0]
+                for start in range(0, group, together):
+                    own = [kv_head * group + i if i < group else NO_HEAD for i in range(start, start + together)]
+                    yield Item(number, tuple(own), m, int8, wide)
 
 
 def _runs(bits: Bits, first: int) -> Runs:
@@ -364,52 +415,51 @@ def _runs(bits: Bits, first: int) -> Runs:
     return tuple((first + int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True))
 
 
-def _deal(items: list[Item], columns: int, cycles: AttentionCycles) -> tuple[tuple[Item, ...], ...]:
-    """Query tiles to columns, the longest first, each to the column that is done soonest."""
-    dealt: list[list[Item]] = [[] for _ in range(columns)]
-    done = [(0.0, column) for column in range(columns)]
+def _deal(items: list[Item], teams: int, cycles: AttentionCycles) -> tuple[tuple[Item, ...], ...]:
+    """Query tiles to streams, the longest first, each to the one that is done soonest."""
+    dealt: list[list[Item]] = [[] for _ in range(teams)]
+    done = [(0.0, team) for team in range(teams)]
     for item in sorted(items, key=lambda item: -cycles.item(*item.counts)):  # stable: equal ones stay in order
-        time, column = heapq.heappop(done)
-        dealt[column].append(item)
-        heapq.heappush(done, (time + cycles.item(*item.counts), column))
+        time, team = heapq.heappop(done)
+        dealt[team].append(item)
+        heapq.heappush(done, (time + cycles.item(*item.counts), team))
     return tuple(map(tuple, dealt))
 
 
-def _with_tasks(plan: AttentionPlan, cycles: AttentionCycles) -> AttentionPlan:
-    """``plan`` with its tasks, in an order in which no wait holds up another column's for long.
+def _with_steps(plan: AttentionPlan) -> AttentionPlan:
+    """``plan`` with its steps, in an order in which no wait holds up another stream's for long.
 
     A column's queries and results are a run each. Its keys and values take a task for each run of tiles, of which four
     at a time are outstanding: the next is issued once the fourth before is over.
     """
     steps: list[Step] = []
-    moved: list[list[tuple[float, Tap]]] = []
-    for column, items in enumerate(plan.columns):
-        start = plan.first_items[column]
-        if items:
-            q = Tap.run(start * plan.item_q_words, len(items) * plan.item_q_words)
-            y = Tap.run(start * plan.item_y_words, len(items) * plan.item_y_words)
+    for column, (start, count) in enumerate(zip(_starts(plan.column_slots), plan.column_slots, strict=True)):
+        if count:
+            q = Tap.run(start * plan.slot_q_words, count * plan.slot_q_words)
+            y = Tap.run(start * plan.slot_y_words, count * plan.slot_y_words)
             steps += [Step(Transfer("q", column, q)), Step(Transfer("y", column, y))]
-        moved.append(list(_streamed(plan, items, cycles)))
+    moved = [list(_streamed(plan, items)) for items in plan.teams]
     depth = arch.QUEUE_DEPTH
     order = [
-        (taps[i - depth][0] if i >= depth else 0.0, i, column)
-        for column, taps in enumerate(moved)
+        (taps[i - depth][0] if i >= depth else 0.0, i, team)
+        for team, taps in enumerate(moved)
         for i in range(len(taps))
     ]
     issued: list[list[int]] = [[] for _ in moved]
-    for _, i, column in sorted(order):
-        after = issued[column][i - depth] if i >= depth else None
-        issued[column].append(len(steps))
-        steps.append(Step(Transfer("kv", column, moved[column][i][1]), after))
+    for _, i, team in sorted(order):
+        after = issued[team][i - depth] if i >= depth else None
+        issued[team].append(len(steps))
+        steps.append(Step(Transfer("kv", team, moved[team][i][1]), after))
     return replace(plan, steps=tuple(steps))
 
 
-def _streamed(plan: AttentionPlan, items: Sequence[Item], cycles: AttentionCycles) -> Iterator[tuple[float, Tap]]:
-    """A column's tasks of keys and values, with the modelled time by which its cores are done with each."""
-    share = plan.heads // plan.kv_heads
+def _streamed(plan: AttentionPlan, items: Sequence[Item]) -> Iterator[tuple[float, Tap]]:
+    """A stream's tasks, with the modelled time by which its cores are done with each."""
+    cycles = cycles_of(plan.configuration)
+    group = plan.heads // plan.kv_heads
     now = 0.0
     for item in items:
-        start = plan.first_tiles[item.sequence] + item.head // share * plan.key_tiles[item.sequence]
+        start = plan.first_tiles[item.sequence] + item.heads[0] // group * plan.key_tiles[item.sequence]
         now += cycles.item(0, 0)
         for int8, runs in ((True, item.int8), (False, item.wide)):
             words = plan.tile_words(int8=int8)
