@@ -1,10 +1,10 @@
 """Attention on the 4x8 array, INT8 or bfloat16 scores by tile: softmax(q k') v.
 
-A column computes a query tile of 128 rows at a time, a fourth on each of its cores. Keys and values come through a memory
-tile as equal objects and are broadcast to the cores of one, two or four columns, each with heads of its own: first the
-tiles with INT8 scores, three objects each, then those with bfloat16 scores, four each. How many of either is written at
-the head of a core's queries, so the program has neither branches nor lengths, and the routing is nothing but the order
-of the run-time sequence.
+A column computes a query tile of 128 rows at a time, a fourth on each of its cores. Keys and values come through a
+memory tile as equal objects and are broadcast to the cores of one, two or four columns, each with heads of its own:
+first the tiles with INT8 scores, three objects each, then those with bfloat16 scores, four each. How many of either is
+written at the head of a core's queries, so the program has neither branches nor lengths, and the routing is nothing but
+the order of the run-time sequence.
 
 A core keeps maxima, sums and outputs in fp32, of one head or two, and sends its rows when the last tile has passed.
 docs/dataflow.md has the picture.

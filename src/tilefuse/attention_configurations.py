@@ -57,8 +57,8 @@ STACK = 3328
 STATE_BYTES = CORE_ROWS * 4 + CORE_ROWS // 8 * 64 * 4
 """Bytes of the maxima and sums of a core's rows."""
 
-SCORES_BYTES = CORE_ROWS * KEY_TILE * 4 + CORE_ROWS * 4 + META_BYTES
-"""Bytes of the raw scores of a core's rows by a key tile, and what is added to those of a row."""
+SCORES_BYTES = CORE_ROWS * KEY_TILE * 4 + 2 * CORE_ROWS * 4 + META_BYTES
+"""Bytes of the raw scores of a core's rows by a key tile, and of each row a multiplier and an offset."""
 
 P_BYTES = CORE_ROWS // 8 * KEY_TILE // 8 * 2 * _OPERAND + CORE_ROWS // 8 * 64 * 2 + META_BYTES
 """Bytes of the weights of a core's rows by a key tile, and by what their outputs shrink."""

@@ -27,15 +27,23 @@ class KernelCycles:
 
 @dataclass(frozen=True)
 class AttentionCycles:
-    """Cycles of a core, modelled, with calls and locks: for an INT8 tile, a 16-bit tile, and around them."""
+    """Cycles, modelled, of a core with its calls and locks, and of the stream that brings it keys and values."""
 
     int8_tile: float
     wide_tile: float
     around: float
+    """Of a core around a query tile."""
+    int8_stream: float
+    wide_stream: float
 
-    def item(self, int8: int, wide: int) -> float:
-        """For a query tile with so many key tiles."""
+    def compute(self, int8: int, wide: int) -> float:
+        """Of a core for a query tile with so many key tiles."""
         return self.around + int8 * self.int8_tile + wide * self.wide_tile
+
+    def pace(self, int8: int, wide: int) -> float:
+        """By which a query tile follows the one before: the core's or the stream's, of each tile what is more."""
+        tiles = int8 * max(self.int8_tile, self.int8_stream) + wide * max(self.wide_tile, self.wide_stream)
+        return self.around + tiles
 
 
 _KERNELS = {
@@ -50,7 +58,7 @@ def kernel_cycles(d: int) -> KernelCycles:
 
 
 def cycles_of(configuration: AttentionConfiguration) -> AttentionCycles:
-    """The figures of a configuration: what its cores compute, or what its stream takes to bring a tile if that is more."""
+    """The figures of a configuration."""
     kernel, blocks = kernel_cycles(configuration.d), configuration.blocks
     call, lock = arch.CALL_CYCLES, 2 * arch.LOCK_CYCLES
     weigh = call + kernel.softmax + 2 * (call + kernel.values)
@@ -58,9 +66,11 @@ def cycles_of(configuration: AttentionConfiguration) -> AttentionCycles:
     wide = WIDE_OBJECTS * lock + blocks * (2 * (call + kernel.wide_scores) + weigh)
     pieces = PIECES * (lock + call + kernel.store)
     return AttentionCycles(
-        int8_tile=max(int8, configuration.tile_bytes(int8=True) / arch.STREAM_BYTES),
-        wide_tile=max(wide, configuration.tile_bytes(int8=False) / arch.STREAM_BYTES),
+        int8_tile=int8,
+        wide_tile=wide,
         around=lock + blocks * (call + kernel.begin + pieces) + configuration.q_object / arch.STREAM_BYTES,
+        int8_stream=configuration.tile_bytes(int8=True) / arch.STREAM_BYTES,
+        wide_stream=configuration.tile_bytes(int8=False) / arch.STREAM_BYTES,
     )
 
 
@@ -69,7 +79,7 @@ class AttentionCosts:
     """Seconds, modelled, that each part would need if the others took no time."""
 
     compute: float
-    """The cores with most to do, and what their stream makes them wait."""
+    """The cores with most to do."""
     kv_stream: float
     """The fullest channel of keys and values."""
     dram: float

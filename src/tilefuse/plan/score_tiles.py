@@ -168,7 +168,7 @@ class AttentionPlan:
         return arch.CORE_ROWS * PIECES * self.configuration.y_object // arch.WORD
 
     def slots(self) -> Iterator[tuple[Item, int]]:
-        """Query tiles and heads in the order of the buffers: of each column in turn its work, of each item its blocks."""
+        """Query tiles and heads in the order of the buffers: each column's work, of each item its blocks."""
         config = self.configuration
         for items in self.teams:
             for column in range(config.share):
@@ -251,7 +251,7 @@ class AttentionPlan:
         cycles = cycles_of(self.configuration)
         read, written = self.dram_bytes
         return AttentionCosts.modelled(
-            compute=[sum(cycles.item(*item.counts) for item in items) for items in self.teams],
+            compute=[sum(cycles.compute(*item.counts) for item in items) for items in self.teams],
             kv_bytes=self.kv_bytes,
             read=read,
             written=written,
@@ -315,7 +315,7 @@ def attention(
         kv_heads: Heads of k and v; divides ``heads``.
         d: Size of a head, of q, k and v, as the kernels take it (`AttentionConfiguration`).
         columns: Columns of the array.
-        blocks, share: Heads of a core and columns of a stream (`AttentionConfiguration`); chosen by the model when None.
+        blocks, share: Heads of a core and columns of a stream (`AttentionConfiguration`); the model's choice when None.
 
     Raises:
         PlanError: The array can't run it; the message says which limit.
@@ -334,14 +334,14 @@ def _configurations(
     d: int, columns: int, group: int, blocks: int | None, share: int | None
 ) -> list[AttentionConfiguration]:
     """Those to choose among: as asked for, or such that no more than a half of the heads is padding."""
-    if blocks is not None and share is not None:
-        return [AttentionConfiguration(d, columns, blocks, share)]
     found = []
-    for each in (blocks,) if blocks is not None else (1, 2):
-        for columns_each in (share,) if share is not None else SHARES:
-            asked = blocks is not None or share is not None
-            fits = columns % columns_each == 0 and (each == 1 or d == min(HEAD_DIMS))
-            if asked or (fits and each * columns_each < 2 * group):
+    for each in (1, 2) if blocks is None else (blocks,):
+        for columns_each in SHARES if share is None else (share,):
+            possible = (blocks is not None or each == 1 or d == min(HEAD_DIMS)) and (
+                share is not None or columns % columns_each == 0
+            )
+            mostly_heads = blocks is not None or share is not None or each * columns_each < 2 * group
+            if possible and mostly_heads:
                 found.append(AttentionConfiguration(d, columns, each, columns_each))
     return found
 
@@ -419,10 +419,10 @@ def _deal(items: list[Item], teams: int, cycles: AttentionCycles) -> tuple[tuple
     """Query tiles to streams, the longest first, each to the one that is done soonest."""
     dealt: list[list[Item]] = [[] for _ in range(teams)]
     done = [(0.0, team) for team in range(teams)]
-    for item in sorted(items, key=lambda item: -cycles.item(*item.counts)):  # stable: equal ones stay in order
+    for item in sorted(items, key=lambda item: -cycles.pace(*item.counts)):  # stable: equal ones stay in order
         time, team = heapq.heappop(done)
         dealt[team].append(item)
-        heapq.heappush(done, (time + cycles.item(*item.counts), team))
+        heapq.heappush(done, (time + cycles.pace(*item.counts), team))
     return tuple(map(tuple, dealt))
 
 
@@ -460,12 +460,12 @@ def _streamed(plan: AttentionPlan, items: Sequence[Item]) -> Iterator[tuple[floa
     now = 0.0
     for item in items:
         start = plan.first_tiles[item.sequence] + item.heads[0] // group * plan.key_tiles[item.sequence]
-        now += cycles.item(0, 0)
         for int8, runs in ((True, item.int8), (False, item.wide)):
             words = plan.tile_words(int8=int8)
             base = (plan.int8_offset if int8 else 0) + start * words
             for first, count, times, step in _strided(runs, words):
-                now += count * times * (cycles.int8_tile if int8 else cycles.wide_tile)
+                tiles = count * times
+                now += cycles.pace(tiles, 0) if int8 else cycles.pace(0, tiles)
                 yield now, _tap(base + first * words, count * words, times, step * words)
 
 

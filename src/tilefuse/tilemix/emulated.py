@@ -100,7 +100,7 @@ def attend(
     chosen = plan_of(sequences, routings, open_block_16bit=open_block_16bit, columns=columns)
     y = aligned_empty(chosen.y_words * arch.WORD).view(np.int32)
     report = None
-    if chosen.items:
+    if chosen.steps:
         q, kv = npu_streams.pack(chosen, sequences, scale, quantising)
         report = _run(chosen, q, kv, y)
     out, lse = npu_streams.unpack(chosen, y)
