@@ -75,8 +75,7 @@ def image(routings: Sequence[tuple[str, Routing]], path: Path) -> None:
         raise UnsupportedFormatError(
             f"{path} would be a {kind or 'nameless'} picture: end it in {', '.join(sorted(kinds))}"
         )
-    colours = LinearSegmentedColormap.from_list("routing", [EXACT_COLOUR, INT8_COLOUR])
-    colours.set_bad(EMPTY_COLOUR)
+    colours = LinearSegmentedColormap.from_list("routing", [EXACT_COLOUR, INT8_COLOUR]).with_extremes(bad=EMPTY_COLOUR)
     axes = np.atleast_1d(figure.subplots(down, across, squeeze=False)).ravel()
     for axis in axes[len(routings) :]:
         axis.set_axis_off()
