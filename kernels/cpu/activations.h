@@ -17,14 +17,4 @@ inline float power_of_two(int exponent) {
 // Writes row `row` of args.x (permuted, rounded to bfloat16, zero beyond K) to float out[k].
 void write_row(const MatmulArgs& args, int64_t row, int64_t k, float* out);
 
-// Writes the digits, scales, digit sums and rests of one row. False if the row can't be held: it has a NaN or Inf, a
-// group whose largest magnitude is below 2^-100 but not zero (its scale would be denormal), or too many rests; the
-// float kernels take such rows.
-[[nodiscard]] bool write_digits(const MatmulArgs& args, int64_t row, int64_t k, float* scratch, int8_t* digits,
-                                float* scales, int32_t* sums, DigitRest* rests);
-#if defined(__x86_64__)
-[[nodiscard]] bool write_digits_avx512(const MatmulArgs& args, int64_t row, int64_t k, float* scratch, int8_t* digits,
-                                       float* scales, int32_t* sums, DigitRest* rests);
-#endif
-
 }  // namespace tilefuse

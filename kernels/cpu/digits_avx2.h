@@ -1,5 +1,5 @@
-// Few rows of activations as integer digits, on AVX2. As DigitRows (matmul_kernels.h) has them, but split so that few
-// of the lowest digits are other than zero: kernels look those up instead of multiplying by all.
+// Few rows of activations as integer digits, on AVX2. Split so that few of the lowest are other than zero: kernels look
+// those up instead of multiplying by all.
 //
 // In each group of tile_group input channels x = scale (low + kBase high), scale a power of two. 4-bit codes: `high` is
 // two signed bytes, high = h0 + 256 h1, and `low` is one, so that x has 23 bits below the group's largest magnitude.
@@ -12,7 +12,7 @@
 #include <cstring>
 
 #include "activations.h"
-#include "matmul_kernels.h"
+#include "digits.h"
 
 namespace tilefuse {
 namespace {
@@ -99,41 +99,6 @@ struct WideDigits {
   static bool has_low(__m256i value) { return _mm256_testz_si256(value, _mm256_set1_epi32((1 << kLowBits) - 1)) == 0; }
 };
 
-// Where what is written of a row lies.
-struct DigitMemory {
-  int64_t k = 0;
-  int64_t groups = 0;
-  int64_t rests = 0;     // DigitRest [rests] at offset 0
-  int64_t group_at = 0;  // DigitGroup [groups]
-  int64_t high_at = 0;
-  int64_t low_at = 0;
-  int64_t row_bytes = 0;
-
-  explicit DigitMemory(const TileLayout& layout)
-      : k(layout.k_tiles_used() * kKt), groups(k / layout.tile_group), rests(rest_capacity(k)) {
-    const auto rounded = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
-    group_at = rounded(rests * static_cast<int64_t>(sizeof(DigitRest)));
-    high_at = group_at + rounded(groups * static_cast<int64_t>(sizeof(DigitGroup)));
-    low_at = high_at + k * 2;
-    row_bytes = low_at + k * 2;
-  }
-};
-
-struct DigitRow {
-  const int8_t* high = nullptr;
-  const int8_t* low = nullptr;
-  const DigitGroup* groups = nullptr;
-  const DigitRest* rests = nullptr;
-};
-
-inline DigitRow digit_row(const DigitMemory& at, const std::byte* memory, int row) {
-  memory += row * at.row_bytes;
-  return {.high = reinterpret_cast<const int8_t*>(memory + at.high_at),
-          .low = reinterpret_cast<const int8_t*>(memory + at.low_at),
-          .groups = reinterpret_cast<const DigitGroup*>(memory + at.group_at),
-          .rests = reinterpret_cast<const DigitRest*>(memory)};
-}
-
 inline uint32_t largest_magnitude(const float* x, int count) {
   const __m256i mask = _mm256_set1_epi32(0x7FFFFFFF);
   __m256i largest = _mm256_setzero_si256();
@@ -147,9 +112,10 @@ inline uint32_t largest_magnitude(const float* x, int count) {
   return static_cast<uint32_t>(_mm_cvtsi128_si32(half));
 }
 
-// One row; false if the digits can't hold it, for the reasons that write_digits (activations.h) gives.
+// One row; false if the digits can't hold it, for the reasons that write_digits_vnni gives.
 template <class Format>
-bool write_digit_row(const MatmulArgs& args, int64_t row, const DigitMemory& at, std::byte* memory, float* scratch) {
+bool write_digit_row(const MatmulArgs& args, int64_t row, const DigitMemory<DigitGroup>& at, std::byte* memory,
+                     float* scratch) {
   auto* rest = reinterpret_cast<DigitRest*>(memory);
   const DigitRest* const last_rest = rest + at.rests - 1;
   auto* groups = reinterpret_cast<DigitGroup*>(memory + at.group_at);
@@ -197,12 +163,12 @@ bool write_digit_row(const MatmulArgs& args, int64_t row, const DigitMemory& at,
   return true;
 }
 
-inline int64_t digit_row_bytes(const TileLayout& layout) { return DigitMemory(layout).row_bytes; }
+inline int64_t digit_row_bytes(const TileLayout& layout) { return DigitMemory<DigitGroup>(layout).row_bytes; }
 
-inline int64_t digit_scratch_bytes(const TileLayout& layout) { return DigitMemory(layout).k * 4; }
+inline int64_t digit_scratch_bytes(const TileLayout& layout) { return DigitMemory<DigitGroup>(layout).k * 4; }
 
 inline bool write_digits_avx2(const MatmulArgs& args, int64_t row, std::byte* digits, std::byte* scratch) {
-  const DigitMemory at(args.layout);
+  const DigitMemory<DigitGroup> at(args.layout);
   const auto write = args.layout.bits == 4 ? write_digit_row<ByteDigits> : write_digit_row<WideDigits>;
   return write(args, row, at, digits, reinterpret_cast<float*>(scratch));
 }

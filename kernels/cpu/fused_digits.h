@@ -1,16 +1,18 @@
-// Fused matmul for few rows on AVX512_VNNI: codes times the activations' digits (matmul_kernels.h), in exact integers.
+// Fused matmul for few rows on AVX512_VNNI: codes times the activations' digits (digits_vnni.h), in exact integers.
 //
 // Per group and output channel: D_i = sum q d_i and S_i = sum d_i are 32-bit integers (|D_i - z S_i| is at most
 // (255 + kMaxFoldedZero) 128 * 128 < 2^24, so converting it to float is exact too), and sum (q - z) x = scale_x * sum_i
-// 256^i (D_i - z S_i): zero points cancel without rounding. What the digits can't hold (DigitRest) is added one input
-// channel at a time.
+// 256^i (D_i - z S_i): zero points cancel without rounding. The lowest digits are multiplied only where there are any.
+// What the digits can't hold (DigitRest) is added one input channel at a time.
 #pragma once
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "bf16.h"
+#include "digits_vnni.h"
 #include "loads_avx512.h"
 #include "matmul_kernels.h"
 
@@ -29,7 +31,7 @@ inline void prefetch_tail(const TileLayout& layout, const std::byte* tile) {
 
 // The codes of an output tile drive the digits out of the L1 cache, and what waits for digits can't look ahead for
 // codes.
-constexpr int64_t kDigitsAhead = 3 * kKt;
+constexpr int64_t kDigitsAhead = 2 * kKt;
 
 // Kernels that read a tile in another order, or more slowly than memory delivers it, prefetch the tile kTilesAhead of
 // theirs, each line as its counterpart is read. Hardware prefetchers stop at each 4 KiB page, a tile is about that.
@@ -59,95 +61,178 @@ inline __m512i four_digits(const int8_t* p) {
   return _mm512_set1_epi32(v);
 }
 
-// In the loops below every index is a constant once they are unrolled: only then does the compiler keep the sums in
-// registers.
+inline __m512i eight_digits(const int8_t* p) {
+  int64_t v;
+  std::memcpy(&v, p, sizeof(v));
+  return _mm512_set1_epi64(v);
+}
 
-// 4-bit codes: a 32-bit lane holds 8 consecutive input channels of one output channel; its low nibbles are channels
-// 0 2 4 6, its high ones 1 3 5 7, and the digits of a block come in that order.
-template <int kRowsHere>
-inline void dots_w4(const std::byte* codes, int blocks, const int8_t* digits, int64_t row_stride, GroupDots* out,
-                    int64_t out_stride) {
-  const __m512i low_mask = _mm512_set1_epi8(15);
-  __m512i sums[kRowsHere][kDigits][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRowsHere; ++r) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kDigits; ++i) {
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sums[r][i][v] = _mm512_setzero_si512();
-    }
+// Four vectors of sums. Members, not an array: GCC 12 keeps arrays in memory.
+struct Sums {
+  __m512i v0 = _mm512_setzero_si512();
+  __m512i v1 = _mm512_setzero_si512();
+  __m512i v2 = _mm512_setzero_si512();
+  __m512i v3 = _mm512_setzero_si512();
+
+  void store(int32_t* to) const {
+    _mm512_store_si512(to, v0);
+    _mm512_store_si512(to + 16, v1);
+    _mm512_store_si512(to + 32, v2);
+    _mm512_store_si512(to + 48, v3);
   }
-  for (int kb = 0; kb < blocks; ++kb, codes += kNt * 4, digits += kDigits * 8) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      const __m512i w = _mm512_load_si512(codes + v * 64);
-      const __m512i low = _mm512_and_si512(w, low_mask);
-      const __m512i high = _mm512_and_si512(_mm512_srli_epi16(w, 4), low_mask);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRowsHere; ++r) {
-#pragma GCC unroll 8
-        for (int i = 0; i < kDigits; ++i) {
-          const int8_t* d = digits + r * row_stride + i * 8;
-          dot_u8_s8(sums[r][i][v], low, four_digits(d));
-          dot_u8_s8(sums[r][i][v], high, four_digits(d + 4));
-        }
-      }
-    }
+};
+
+// 4-bit codes of one block: a 32-bit lane holds 8 consecutive input channels of one output channel; its low nibbles are
+// channels 0 2 4 6, its high ones 1 3 5 7.
+struct Nibbles {
+  __m512i low0, high0, low1, high1, low2, high2, low3, high3;
+
+  explicit Nibbles(const std::byte* codes)
+      : low0(low(codes)),
+        high0(high(codes)),
+        low1(low(codes + 64)),
+        high1(high(codes + 64)),
+        low2(low(codes + 128)),
+        high2(high(codes + 128)),
+        low3(low(codes + 192)),
+        high3(high(codes + 192)) {}
+
+  static __m512i low(const std::byte* p) { return _mm512_and_si512(_mm512_load_si512(p), _mm512_set1_epi8(15)); }
+  static __m512i high(const std::byte* p) {
+    return _mm512_and_si512(_mm512_srli_epi16(_mm512_load_si512(p), 4), _mm512_set1_epi8(15));
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < kRowsHere; ++r) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kDigits; ++i) {
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) _mm512_store_si512(out[r * out_stride].d[i] + v * 16, sums[r][i][v]);
-    }
+
+  // Adds their products with one digit.
+  void add(const int8_t* digits, Sums& sums) const {
+    const __m512i d_low = four_digits(digits);
+    const __m512i d_high = four_digits(digits + 4);
+    dot_u8_s8(sums.v0, low0, d_low);
+    dot_u8_s8(sums.v1, low1, d_low);
+    dot_u8_s8(sums.v2, low2, d_low);
+    dot_u8_s8(sums.v3, low3, d_low);
+    dot_u8_s8(sums.v0, high0, d_high);
+    dot_u8_s8(sums.v1, high1, d_high);
+    dot_u8_s8(sums.v2, high2, d_high);
+    dot_u8_s8(sums.v3, high3, d_high);
   }
+};
+
+template <bool kAll>
+inline void dots_w4(const std::byte* codes, int blocks, const int8_t* high, const int8_t* low, GroupDots* out) {
+  Sums d0;
+  Sums d1;
+  Sums d2;
+  for (int kb = 0; kb < blocks; ++kb, codes += kNt * 4, high += kHighBytes, low += kLowBytes) {
+    const Nibbles q(codes);
+    q.add(high, d1);
+    q.add(high + kBlock, d2);
+    if constexpr (kAll) q.add(low, d0);
+  }
+  if constexpr (kAll) d0.store(out->d[0]);
+  d1.store(out->d[1]);
+  d2.store(out->d[2]);
+}
+
+// Of two rows.
+inline void two_dots_w4(const std::byte* codes, int blocks, const int8_t* high, const int8_t* second, GroupDots* out,
+                        GroupDots* second_out) {
+  Sums d1;
+  Sums d2;
+  Sums e1;
+  Sums e2;
+  for (int kb = 0; kb < blocks; ++kb, codes += kNt * 4, high += kHighBytes, second += kHighBytes) {
+    const Nibbles q(codes);
+    q.add(high, d1);
+    q.add(high + kBlock, d2);
+    q.add(second, e1);
+    q.add(second + kBlock, e2);
+  }
+  d1.store(out->d[1]);
+  d2.store(out->d[2]);
+  e1.store(second_out->d[1]);
+  e2.store(second_out->d[2]);
+}
+
+// The lowest digit, in some parts of a group.
+inline void low_dots_w4(const std::byte* codes, uint32_t parts, const int8_t* low, GroupDots* out) {
+  Sums d0;
+  for (; parts != 0; parts &= parts - 1) {
+    const int part = __builtin_ctz(parts);
+    const __m512i d = four_digits(low + part * 4);
+    const __m128i shift = _mm_cvtsi32_si128(part % 2 * 4);
+    const std::byte* at = codes + part / 2 * (kNt * 4);
+    const __m512i mask = _mm512_set1_epi8(15);
+    dot_u8_s8(d0.v0, _mm512_and_si512(_mm512_srl_epi16(_mm512_load_si512(at), shift), mask), d);
+    dot_u8_s8(d0.v1, _mm512_and_si512(_mm512_srl_epi16(_mm512_load_si512(at + 64), shift), mask), d);
+    dot_u8_s8(d0.v2, _mm512_and_si512(_mm512_srl_epi16(_mm512_load_si512(at + 128), shift), mask), d);
+    dot_u8_s8(d0.v3, _mm512_and_si512(_mm512_srl_epi16(_mm512_load_si512(at + 192), shift), mask), d);
+  }
+  d0.store(out->d[0]);
 }
 
 // 8-bit codes: 8 consecutive input channels of one output channel are two neighbouring 32-bit lanes, whose partial sums
 // are added when the group is done.
-inline void dots_w8(const std::byte* codes, int blocks, const int8_t* digits, GroupDots* out) {
-  constexpr int kHalves = 2 * kVectors;
-  __m512i sums[kDigits][kHalves];
-#pragma GCC unroll 8
-  for (int i = 0; i < kDigits; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kHalves; ++v) sums[i][v] = _mm512_setzero_si512();
+struct PairSums {
+  Sums first;   // output channels 0 to 31
+  Sums second;  // 32 to 63
+
+  void add(const std::byte* codes, __m512i digits) {
+    dot_u8_s8(first.v0, _mm512_load_si512(codes), digits);
+    dot_u8_s8(first.v1, _mm512_load_si512(codes + 64), digits);
+    dot_u8_s8(first.v2, _mm512_load_si512(codes + 128), digits);
+    dot_u8_s8(first.v3, _mm512_load_si512(codes + 192), digits);
+    dot_u8_s8(second.v0, _mm512_load_si512(codes + 256), digits);
+    dot_u8_s8(second.v1, _mm512_load_si512(codes + 320), digits);
+    dot_u8_s8(second.v2, _mm512_load_si512(codes + 384), digits);
+    dot_u8_s8(second.v3, _mm512_load_si512(codes + 448), digits);
   }
-  for (int kb = 0; kb < blocks; ++kb, codes += kNt * 8, digits += kDigits * 8) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kHalves; ++v) {
-      const __m512i w = _mm512_load_si512(codes + v * 64);
-#pragma GCC unroll 8
-      for (int i = 0; i < kDigits; ++i) {
-        int64_t pair;
-        std::memcpy(&pair, digits + i * 8, sizeof(pair));
-        dot_u8_s8(sums[i][v], w, _mm512_set1_epi64(pair));
-      }
-    }
+
+  static __m512i join(__m512i a, __m512i b) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return _mm512_add_epi32(_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, odd, b));
   }
-  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#pragma GCC unroll 8
-  for (int i = 0; i < kDigits; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      const __m512i a = sums[i][2 * v];
-      const __m512i b = sums[i][2 * v + 1];
-      _mm512_store_si512(out->d[i] + v * 16,
-                         _mm512_add_epi32(_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, odd, b)));
-    }
+
+  void store(int32_t* to) const {
+    Sums sums;
+    sums.v0 = join(first.v0, first.v1);
+    sums.v1 = join(first.v2, first.v3);
+    sums.v2 = join(second.v0, second.v1);
+    sums.v3 = join(second.v2, second.v3);
+    sums.store(to);
   }
+};
+
+template <bool kAll>
+inline void dots_w8(const std::byte* codes, int blocks, const int8_t* high, const int8_t* low, GroupDots* out) {
+  PairSums d0;
+  PairSums d1;
+  PairSums d2;
+  for (int kb = 0; kb < blocks; ++kb, codes += kNt * 8, high += kHighBytes, low += kLowBytes) {
+    d1.add(codes, eight_digits(high));
+    d2.add(codes, eight_digits(high + kBlock));
+    if constexpr (kAll) d0.add(codes, eight_digits(low));
+  }
+  if constexpr (kAll) d0.store(out->d[0]);
+  d1.store(out->d[1]);
+  d2.store(out->d[2]);
 }
 
-// Adds a group's contribution to acc[0..63].
+inline void low_dots_w8(const std::byte* codes, uint32_t parts, const int8_t* low, GroupDots* out) {
+  PairSums d0;
+  for (; parts != 0; parts &= parts - 1) {
+    const int part = __builtin_ctz(parts);
+    d0.add(codes + part * (kNt * 8), eight_digits(low + part * kLowBytes));
+  }
+  d0.store(out->d[0]);
+}
+
+// Adds a group's contribution to acc[0..63]. dots.d[0] may be unset where x has no lowest digits.
 inline void finish_group(const TileLayout& layout, const std::byte* tile, int group, const GroupDots& dots,
-                         float x_scale, const int32_t* x_sums, float* acc) {
+                         const DigitGroup& x, float* acc) {
   const std::byte* scales = tile + layout.scale_offset + static_cast<int64_t>(group) * kNt * 2;
   const std::byte* zeros = tile + layout.zero_offset;
-  const __m512 x_scales = _mm512_set1_ps(x_scale);
-  const float sums[kDigits] = {static_cast<float>(x_sums[0]), static_cast<float>(x_sums[1]),
-                               static_cast<float>(x_sums[2])};
+  const __m512 x_scales = _mm512_set1_ps(x.scale);
 #pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = static_cast<int64_t>(group) * kNt + v * 16;
@@ -163,17 +248,16 @@ inline void finish_group(const TileLayout& layout, const std::byte* tile, int gr
       const __m512 exact = _mm512_div_ps(_mm512_sub_ps(_mm512_setzero_ps(), m), scale);
       z = _mm512_roundscale_ps(_mm512_max_ps(_mm512_min_ps(exact, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit)),
                                _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-      const float x_sum = x_scale * (sums[0] + 256.0F * sums[1] + 65536.0F * sums[2]);
-      sum = _mm512_fmadd_ps(_mm512_fmadd_ps(z, scale, m), _mm512_set1_ps(x_sum), sum);
+      sum = _mm512_fmadd_ps(_mm512_fmadd_ps(z, scale, m), _mm512_set1_ps(x.x_sum), sum);
     }
-    __m512 d[kDigits];
-#pragma GCC unroll 8
-    for (int i = 0; i < kDigits; ++i) {
-      // Exact: below 2^24.
-      d[i] = _mm512_fnmadd_ps(z, _mm512_set1_ps(sums[i]), _mm512_cvtepi32_ps(_mm512_load_si512(dots.d[i] + v * 16)));
-    }
-    __m512 dot = _mm512_fmadd_ps(d[1], _mm512_set1_ps(256.0F), d[0]);
-    dot = _mm512_fmadd_ps(d[2], _mm512_set1_ps(65536.0F), dot);
+    // Exact: below 2^24.
+    const auto less_zeros = [&](int i) {
+      const __m512 dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots.d[i] + v * 16));
+      return _mm512_fnmadd_ps(z, _mm512_set1_ps(x.sums[i]), dot);
+    };
+    const __m512 lowest = x.low_parts == 0 ? _mm512_setzero_ps() : less_zeros(0);
+    __m512 dot = _mm512_fmadd_ps(less_zeros(1), _mm512_set1_ps(256.0F), lowest);
+    dot = _mm512_fmadd_ps(less_zeros(2), _mm512_set1_ps(65536.0F), dot);
     _mm512_storeu_ps(acc + v * 16, _mm512_fmadd_ps(_mm512_mul_ps(dot, x_scales), scale, sum));
   }
 }
@@ -212,54 +296,97 @@ inline void add_rest(const TileLayout& layout, const std::byte* tile, int k, flo
   }
 }
 
-// All groups' sums of a tile first, then its scales: in the order of memory, which is what hardware prefetchers follow.
+// Looking the lowest digits up costs as much a block as multiplying all of two.
+inline bool worth_looking_up(uint32_t parts, int parts_in_all) { return 2 * __builtin_popcount(parts) <= parts_in_all; }
+
+// The dot products of one group with one row, or with two of which the higher digits are multiplied together.
 template <int kRowsHere>
-inline void tile_digits(const TileLayout& layout, const std::byte* tile, const DigitRows& x, int row,
-                        int64_t first_group, float* acc) {
-  constexpr int kMaxGroups = kKt / 32;
-  const int tile_groups = layout.groups_per_tile();
+inline void group_digits(const TileLayout& layout, const std::byte* codes, const DigitRow<DigitGroup>& x,
+                         int64_t row_bytes, int64_t group, GroupDots* out, int64_t out_stride) {
   const int blocks = layout.tile_group / kBlock;
-  const int64_t groups = x.k / layout.tile_group;
-  GroupDots dots[kRowsHere][kMaxGroups];
-  for (int g = 0; g < tile_groups; ++g) {
-    const std::byte* codes = tile + int64_t{g} * blocks * kNt * layout.bits;
-    const int8_t* digits = x.digits + (row * x.k + (first_group + g) * layout.tile_group) * kDigits;
-    for (int r = 0; r < kRowsHere; ++r) {
-      const auto* ahead = reinterpret_cast<const std::byte*>(digits + r * x.k * kDigits + kDigitsAhead);
-      for (int i = 0; i < layout.tile_group * kDigits; i += 64) prefetch(ahead + i);
-    }
-    if (layout.bits == 4) {
-      dots_w4<kRowsHere>(codes, blocks, digits, x.k * kDigits, &dots[0][g], kMaxGroups);
-    } else {
-      for (int r = 0; r < kRowsHere; ++r) dots_w8(codes, blocks, digits + r * x.k * kDigits, &dots[r][g]);
-    }
+  const int8_t* high = x.high + group * layout.tile_group * 2;
+  const int8_t* low = x.low + group * layout.tile_group;
+  const auto parts_of = [&](int row) {
+    const auto* at = reinterpret_cast<const std::byte*>(x.groups + group) + row * row_bytes;
+    return reinterpret_cast<const DigitGroup*>(at)->low_parts;
+  };
+  for (int r = 0; r < kRowsHere; ++r) {
+    const auto* ahead = reinterpret_cast<const std::byte*>(high) + r * row_bytes + kDigitsAhead;
+    for (int i = 0; i < layout.tile_group * 2; i += 64) prefetch(ahead + i);
   }
-  if (tile_groups > 1) prefetch_tail(layout, tile);
-  for (int g = 0; g < tile_groups; ++g) {
-    for (int r = 0; r < kRowsHere; ++r) {
-      const int64_t at = (row + r) * groups + first_group + g;
-      finish_group(layout, tile, g, dots[r][g], x.scales[at], x.sums + at * kDigits, acc + (row + r) * kNt);
+  const bool together = kRowsHere == 2 && layout.bits == 4 && worth_looking_up(parts_of(0), 2 * blocks) &&
+                        worth_looking_up(parts_of(1), 2 * blocks);
+  if (together) two_dots_w4(codes, blocks, high, high + row_bytes, out, out + out_stride);
+  for (int r = 0; r < kRowsHere; ++r, high += row_bytes, low += row_bytes, out += out_stride) {
+    const uint32_t parts = parts_of(r);
+    if (layout.bits == 4) {
+      if (!worth_looking_up(parts, 2 * blocks)) {
+        dots_w4<true>(codes, blocks, high, low, out);
+        continue;
+      }
+      if (!together) dots_w4<false>(codes, blocks, high, low, out);
+      if (parts != 0) low_dots_w4(codes, parts, low, out);
+    } else {
+      if (!worth_looking_up(parts, blocks)) {
+        dots_w8<true>(codes, blocks, high, low, out);
+        continue;
+      }
+      dots_w8<false>(codes, blocks, high, low, out);
+      if (parts != 0) low_dots_w8(codes, parts, low, out);
     }
   }
 }
 
-void fused_digits_vnni(const TileRun& run, const DigitRows& x, int rows, float* acc) {
+// All groups' sums of a tile first, then its scales: in the order of memory, which is what hardware prefetchers follow.
+template <int kRowsHere>
+inline void tile_digits(const TileLayout& layout, const std::byte* tile, const DigitRow<DigitGroup>& x,
+                        int64_t row_bytes, int64_t k_tile, float* acc) {
+  constexpr int kMaxGroups = kKt / 32;
+  const int64_t first = k_tile * layout.groups_per_tile();
+  // Groups beyond K, of the last tile, are padding.
+  const int64_t real = (layout.k + layout.tile_group - 1) / layout.tile_group - first;
+  const auto groups = static_cast<int>(std::min<int64_t>(layout.groups_per_tile(), real));
+  GroupDots dots[kRowsHere][kMaxGroups];
+  for (int g = 0; g < groups; ++g) {
+    const std::byte* codes = tile + int64_t{g} * layout.tile_group * (kNt / kBlock) * layout.bits;
+    group_digits<kRowsHere>(layout, codes, x, row_bytes, first + g, &dots[0][g], kMaxGroups);
+  }
+  if (groups > 1) prefetch_tail(layout, tile);
+  for (int g = 0; g < groups; ++g) {
+    for (int r = 0; r < kRowsHere; ++r) {
+      const auto* of_row = reinterpret_cast<const std::byte*>(x.groups + first + g) + r * row_bytes;
+      finish_group(layout, tile, g, dots[r][g], *reinterpret_cast<const DigitGroup*>(of_row), acc + r * kNt);
+    }
+  }
+}
+
+void fused_digits_vnni(const TileRun& run, const std::byte* digits, int rows, float* acc) {
   const TileLayout& layout = *run.layout;
-  const int tile_groups = layout.groups_per_tile();
+  const DigitMemory<DigitGroup> at(layout);
   std::memset(acc, 0, sizeof(float) * static_cast<size_t>(rows) * kNt);
-  const DigitRest* rest[kMaxDigitRows];
-  for (int r = 0; r < rows; ++r) rest[r] = x.rests + r * rest_capacity(x.k);
+  const DigitRest* rest[kMaxFewRows];
+  for (int r = 0; r < rows; ++r) rest[r] = DigitRow<DigitGroup>(at, digits, r).rests;
   for (int64_t kt = 0; kt < layout.k_tiles_used(); ++kt) {
     const std::byte* tile = run.tiles + kt * layout.tile_bytes;
     int r = 0;
-    for (; r + 2 <= rows; r += 2) tile_digits<2>(layout, tile, x, r, kt * tile_groups, acc);
-    if (r < rows) tile_digits<1>(layout, tile, x, r, kt * tile_groups, acc);
+    for (; r + 2 <= rows; r += 2) tile_digits<2>(layout, tile, {at, digits, r}, at.row_bytes, kt, acc + r * kNt);
+    if (r < rows) tile_digits<1>(layout, tile, {at, digits, r}, at.row_bytes, kt, acc + r * kNt);
     for (r = 0; r < rows; ++r) {
       for (; rest[r]->k < (kt + 1) * kKt; ++rest[r]) {
         add_rest(layout, tile, static_cast<int>(rest[r]->k - kt * kKt), rest[r]->value, acc + r * kNt);
       }
     }
   }
+}
+
+constexpr FewRowsKernels few_rows_vnni(int (*max_rows)(const TileLayout&)) {
+  return {
+      .max_rows = max_rows,
+      .row_bytes = [](const TileLayout& layout) { return DigitMemory<DigitGroup>(layout).row_bytes; },
+      .scratch_bytes = [](const TileLayout&) { return int64_t{64}; },
+      .write = write_digits_vnni,
+      .fused = fused_digits_vnni,
+  };
 }
 
 }  // namespace

@@ -153,7 +153,7 @@ struct GroupOperands {
   const int8_t* low[kRowsHere];
   const DigitGroup* x[kRowsHere];
 
-  GroupOperands(const TileRun& run, int64_t kt, int g, const DigitRow* rows)
+  GroupOperands(const TileRun& run, int64_t kt, int g, const DigitRow<DigitGroup>* rows)
       : layout(*run.layout), tile(run.tiles + kt * layout.tile_bytes), group(g) {
     const int blocks = layout.tile_group / kBlock;
     codes = tile + g * blocks * (kNt * layout.bits);
@@ -262,7 +262,7 @@ inline void high_dots_w4(const std::byte* codes, int blocks, const int8_t* digit
 }
 
 // One row and tile, in the order of memory: all codes, then what follows them.
-inline void tile_w4(const TileRun& run, int64_t kt, const DigitRow& x, float* acc) {
+inline void tile_w4(const TileRun& run, int64_t kt, const DigitRow<DigitGroup>& x, float* acc) {
   const TileLayout& layout = *run.layout;
   const std::byte* tile = run.tiles + kt * layout.tile_bytes;
   const int groups = layout.groups_per_tile();
@@ -382,7 +382,7 @@ inline void prefetch_affine(const TileLayout& layout, const std::byte* tile) {
 
 // Rows [first, rows) of one group, kRowsHere at a time.
 template <int kRowsHere>
-inline int rows_of_group(const TileRun& run, int64_t kt, int group, const DigitRow* x, int first, int rows,
+inline int rows_of_group(const TileRun& run, int64_t kt, int group, const DigitRow<DigitGroup>* x, int first, int rows,
                          float* acc) {
   for (; first + kRowsHere <= rows; first += kRowsHere) {
     const GroupOperands<kRowsHere> op(run, kt, group, x + first);
@@ -405,10 +405,10 @@ inline int max_few_rows(const TileLayout& layout) {
 
 void fused_digits_avx2(const TileRun& run, const std::byte* digits, int rows, float* acc) {
   const TileLayout& layout = *run.layout;
-  const DigitMemory at(layout);
+  const DigitMemory<DigitGroup> at(layout);
   std::memset(acc, 0, sizeof(float) * static_cast<size_t>(rows) * kNt);
-  DigitRow x[kMaxFewRows];
-  for (int r = 0; r < rows; ++r) x[r] = digit_row(at, digits, r);
+  DigitRow<DigitGroup> x[kMaxFewRows];
+  for (int r = 0; r < rows; ++r) x[r] = {at, digits, r};
   for (int64_t kt = 0; kt < layout.k_tiles_used(); ++kt) {
     const std::byte* tile = run.tiles + kt * layout.tile_bytes;
     if (rows == 1 && layout.bits == 4) {

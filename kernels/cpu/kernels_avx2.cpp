@@ -34,10 +34,8 @@ struct Simd8 {
 const MatmulKernels& matmul_kernels_avx2() {
   static constexpr MatmulKernels kernels = {
       .fused_w4_f32 = nullptr,
-      .fused_digits = nullptr,
-      .few = &kFewRowsAvx2,
       .fused_rows_w4 = 0,
-      .fused_rows_w8 = 0,
+      .few = &kFewRowsAvx2,
       .dequantise = dequantise_f32<Simd8>,
       .panel_rows = panel_rows_f32<Simd8>,
       .passes = nullptr,

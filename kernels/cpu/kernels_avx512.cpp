@@ -13,9 +13,7 @@ void fused(const TileRun& run, const float* x, int64_t x_stride, int rows, float
 const MatmulKernels& matmul_kernels_avx512() {
   static constexpr MatmulKernels kernels = {
       .fused_w4_f32 = fused,
-      .fused_digits = nullptr,
       .fused_rows_w4 = 2,
-      .fused_rows_w8 = 2,
       .dequantise = dequantise_f32<Simd16>,
       .panel_rows = panel_rows_f32<Simd16>,
       .passes = nullptr,

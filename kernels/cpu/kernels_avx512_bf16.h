@@ -203,11 +203,13 @@ constexpr PassKernels kBf16Passes = {
     .store_row = store_row_avx512,
 };
 
+constexpr FewRowsKernels kFewRowsBf16 =
+    few_rows_vnni([](const TileLayout& layout) { return layout.bits == 4 ? 1 : 2; });
+
 constexpr MatmulKernels kBf16Kernels = {
     .fused_w4_f32 = nullptr,
-    .fused_digits = fused_digits_vnni,
-    .fused_rows_w4 = 1,
-    .fused_rows_w8 = 2,
+    .fused_rows_w4 = 0,
+    .few = &kFewRowsBf16,
     .dequantise = nullptr,
     .panel_rows = nullptr,
     .passes = &kBf16Passes,

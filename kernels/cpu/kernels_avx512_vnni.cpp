@@ -5,11 +5,11 @@
 namespace tilefuse {
 
 const MatmulKernels& matmul_kernels_avx512_vnni() {
+  static constexpr FewRowsKernels few = few_rows_vnni([](const TileLayout&) { return 4; });
   static constexpr MatmulKernels kernels = {
       .fused_w4_f32 = nullptr,
-      .fused_digits = fused_digits_vnni,
-      .fused_rows_w4 = kMaxDigitRows,
-      .fused_rows_w8 = kMaxDigitRows,
+      .fused_rows_w4 = 0,
+      .few = &few,
       .dequantise = dequantise_f32<Simd16>,
       .panel_rows = panel_rows_f32<Simd16>,
       .passes = nullptr,

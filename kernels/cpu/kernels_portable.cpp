@@ -45,9 +45,7 @@ void fused(const TileRun& run, const float* x, int64_t x_stride, int rows, float
 const MatmulKernels& matmul_kernels_portable() {
   static constexpr MatmulKernels kernels = {
       .fused_w4_f32 = fused,
-      .fused_digits = nullptr,
       .fused_rows_w4 = 2,
-      .fused_rows_w8 = 2,
       .dequantise = dequantise_f32<Simd4>,
       .panel_rows = panel_rows_f32<Simd4>,
       .passes = nullptr,

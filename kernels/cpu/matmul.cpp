@@ -30,32 +30,8 @@ void fused_over_tiles(const MatmulArgs& args, Fn&& kernel) {
   });
 }
 
-// Few rows as digits; false if a row can't be held that way (nothing has been written then).
-bool matmul_digits(const MatmulArgs& args, const MatmulKernels& kernels) {
-  const int64_t k = args.layout.k_tiles_used() * kKt;
-  const int64_t groups = k / args.layout.tile_group;
-  const int64_t sums_bytes = args.m * groups * kDigits * 4;
-  const int64_t scales_bytes = args.m * groups * 4;
-  const int64_t rests_bytes = args.m * rest_capacity(k) * static_cast<int64_t>(sizeof(DigitRest));
-  std::byte* memory = t_activations.at_least(rests_bytes + sums_bytes + scales_bytes + k * 4 + args.m * k * kDigits);
-  auto* rests = reinterpret_cast<DigitRest*>(memory);
-  auto* sums = reinterpret_cast<int32_t*>(memory += rests_bytes);
-  auto* scales = reinterpret_cast<float*>(memory += sums_bytes);
-  auto* floats = reinterpret_cast<float*>(memory += scales_bytes);
-  auto* digits = reinterpret_cast<int8_t*>(memory += k * 4);
-  for (int64_t r = 0; r < args.m; ++r) {
-    if (!write_digits(args, r, k, floats, digits + r * k * kDigits, scales + r * groups, sums + r * groups * kDigits,
-                      rests + r * rest_capacity(k))) {
-      return false;
-    }
-  }
-  const DigitRows x = {.digits = digits, .scales = scales, .sums = sums, .rests = rests, .k = k};
-  fused_over_tiles(
-      args, [&](const TileRun& run, float* acc) { kernels.fused_digits(run, x, static_cast<int>(args.m), acc); });
-  return true;
-}
-
-// Likewise, in a format of the level's own. Of a product of many rows some may have been written when one is refused.
+// Few rows as digits; false if a row can't be held that way. Of a product of many rows some may have been written when
+// one is refused.
 bool matmul_few(const MatmulArgs& args, const FewRowsKernels& kernels) {
   const int64_t row_bytes = kernels.row_bytes(args.layout);
   const int64_t n_tiles = args.layout.n_tiles_used();
@@ -248,12 +224,8 @@ const MatmulKernels& matmul_kernels(CpuLevel level) {
 void matmul(const MatmulArgs& args) {
   if (args.m == 0) return;
   const MatmulKernels& kernels = matmul_kernels(current_level());
-  const bool w4 = args.layout.bits == 4;
   if (kernels.few != nullptr && args.m <= kernels.few->max_rows(args.layout) && matmul_few(args, *kernels.few)) return;
-  if (args.m <= (w4 ? kernels.fused_rows_w4 : kernels.fused_rows_w8)) {
-    if (kernels.fused_digits != nullptr && matmul_digits(args, kernels)) return;
-    if (kernels.fused_w4_f32 != nullptr && w4) return matmul_fused_f32(args, kernels);
-  }
+  if (args.layout.bits == 4 && args.m <= kernels.fused_rows_w4) return matmul_fused_f32(args, kernels);
   if (kernels.passes != nullptr) return matmul_passes(args, *kernels.passes);
   matmul_panels(args, kernels);
 }

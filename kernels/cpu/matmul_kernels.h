@@ -10,36 +10,6 @@
 
 namespace tilefuse {
 
-// Activations as exact integers: in each group of tile_group input channels x = scale * (d0 + 256 d1 + 65536 d2) with
-// signed 8-bit digits and a power-of-two scale. That is 22 bits below the group's largest magnitude: an element down to
-// 2^-14 of the largest keeps all 8 bits of its bfloat16 significand. What a smaller one loses is listed beside them, so
-// that an outlier doesn't drown its group.
-inline constexpr int kDigits = 3;
-
-// Rows that a fused_digits kernel takes at most.
-inline constexpr int kMaxDigitRows = 4;
-
-// What the digits leave of x[k], exactly. One with kNoRest as k ends a row's list.
-struct DigitRest {
-  int64_t k = 0;
-  float value = 0.0F;
-};
-inline constexpr int64_t kNoRest = INT64_MAX;
-
-// Entries of a row's list, the end included. Of 4096 normally distributed activations one in two rows needs one; a row
-// that needs more than these is better off with the float kernels.
-[[nodiscard]] constexpr int64_t rest_capacity(int64_t k) { return k / 16 + 1; }
-
-struct DigitRows {
-  // [rows][k / 8][kDigits][8]; input channels of a block in the order 0 2 4 6 1 3 5 7 for 4-bit codes, else in their
-  // own.
-  const int8_t* digits = nullptr;
-  const float* scales = nullptr;     // [rows][k / tile_group]
-  const int32_t* sums = nullptr;     // [rows][k / tile_group][kDigits]: sum of each digit over the group
-  const DigitRest* rests = nullptr;  // [rows][rest_capacity(k)], by tile group
-  int64_t k = 0;
-};
-
 // With minima, w = q s + m, kernels that sum q x apart from x use w = (q - z) s + (m + z s) instead, z the integer next
 // to -m / s: where q s and m all but cancel, so would the two sums, each with the rounding error of a large one.
 // Further out than this no code comes near to cancelling m.
@@ -99,7 +69,7 @@ struct FewRowsKernels {
   // Bytes of one row's digits, and of the scratch that writing them takes.
   int64_t (*row_bytes)(const TileLayout&);
   int64_t (*scratch_bytes)(const TileLayout&);
-  // False if the row can't be held (as write_digits, activations.h).
+  // False if the row can't be held: the float kernels take it.
   bool (*write)(const MatmulArgs& args, int64_t row, std::byte* digits, std::byte* scratch);
   // `digits`: those of `rows` rows, at most kMaxFewRows, one after the other. acc[rows][64] is overwritten.
   void (*fused)(const TileRun&, const std::byte* digits, int rows, float* acc);
@@ -108,11 +78,10 @@ struct FewRowsKernels {
 struct MatmulKernels {
   // Fused kernels: unpack in registers, no panel. acc[rows][64] is overwritten. Null where the panel path is better.
   void (*fused_w4_f32)(const TileRun&, const float* x, int64_t x_stride, int rows, float* acc);
-  void (*fused_digits)(const TileRun&, const DigitRows&, int rows, float* acc);
-  const FewRowsKernels* few = nullptr;  // in place of fused_digits; null: none
-  // Up to this many rows those are the faster ones; 0: never.
+  // Up to this many rows that is the faster one; 0: never.
   int fused_rows_w4;
-  int fused_rows_w8;
+
+  const FewRowsKernels* few = nullptr;  // null: none
 
   // More rows, by way of panels in float; null with `passes`.
   // Dequantises k tiles [first, first + count) into `panel`, which panel_rows reads.
