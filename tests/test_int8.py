@@ -88,10 +88,10 @@ def test_integers_come_out_exactly(rng: np.random.Generator, cpu_level: str, sch
     """Sums below 2^24: no step rounds, so every level must give the very integers, at every M around the blocking."""
     k, n = 352, 100  # both padded
     layer, w = integer_layer(rng, k, n, scheme)
-    x = integers(rng, 70, k, 32)
+    x = integers(rng, 300, k, 32)
     want = x.astype(np.int64) @ w
     assert np.abs(want).max() < 1 << 24
-    for m in range(1, 71):
+    for m in (*range(1, 71), 255, 256, 257, 300):
         np.testing.assert_array_equal(int8(x[:m], layer), want[:m])
 
 
@@ -102,10 +102,10 @@ def test_largest_sums(rng: np.random.Generator, cpu_level: str, bits: int, zero:
     top = (1 << bits) - 1
     codes = np.full((256, 64), top * (1 - zero), np.uint8)
     layer, w = integer_layer(rng, 256, 64, Scheme(bits, 128), codes=codes, zeros=np.full((2, 64), top * zero, np.uint8))
-    x = np.full((40, 256), 127, F32)
+    x = np.full((300, 256), 127, F32)
     x[1::2] = -127
     x[2::3, ::2] *= -1
-    for m in (1, 4, 40):
+    for m in (1, 4, 40, 60, 300):
         np.testing.assert_array_equal(int8(x[:m], layer), x[:m].astype(np.int64) @ w)
 
 
