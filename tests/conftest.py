@@ -11,6 +11,9 @@ import hypothesis
 import numpy as np
 import pytest
 
+# Before anything imports Triton, which reads it as it defines its own functions: kernels are tested in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 SANITIZED = os.environ.get("TILEFUSE_SANITIZED") == "1"
 """Whether the C++ code under test is the instrumented build (`make sanitize`), which is some ten times slower."""
 

@@ -244,11 +244,11 @@ class _State:
 
     def add(self, raw: Float32, multiplier: Float32, offset: Float32, v: Float32) -> None:
         """Takes one tile: raw scores [heads, rows, keys], -inf where masked; a multiplier > 0 and an offset a row."""
-        peak = np.maximum(self.peak, _fma(raw.max(axis=-1), multiplier, offset))
+        peak = np.maximum(self.peak, _scaled(raw.max(axis=-1), multiplier, offset))
         # A row that has seen no key yet: -inf - -inf would be NaN.
         guarded = np.where(np.isneginf(peak), np.float32(0), peak)
         rescale = np.exp2(self.peak - guarded)
-        p = np.exp2(_fma(raw, multiplier[..., None], (offset - guarded)[..., None]))
+        p = np.exp2(_scaled(raw, multiplier[..., None], (offset - guarded)[..., None]))
         self.total = rescale * self.total + p.sum(axis=-1)
         self.out = rescale[..., None] * self.out + to_bf16(p) @ v
         self.peak = peak
@@ -260,6 +260,13 @@ class _State:
         out = np.where(some[..., None], self.out / total[..., None], np.float32(0))
         lse = np.where(some, (self.peak + np.log2(total)) / np.float32(LOG2E), np.float32(-np.inf))
         return out, lse.astype(np.float32)
+
+
+def _scaled(raw: Float32, multiplier: Float32, offset: Float32) -> Float32:
+    """``raw * multiplier + offset`` rounded once; -inf where raw is, even if the multiplier has underflowed to 0."""
+    masked = np.isneginf(raw)
+    found: Float32 = np.where(masked, raw, _fma(np.where(masked, np.float32(0), raw), multiplier, offset))
+    return found
 
 
 def _fma(a: Float32, b: Float32, c: Float32) -> Float32:
