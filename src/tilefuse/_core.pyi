@@ -88,6 +88,24 @@ def attend(
     sealed: BlockLayout | None = ...,
     open: BlockLayout | None = ...,
 ) -> None: ...
+def cache_open_bytes(open: BlockLayout, /) -> int: ...
+
+CACHED_FIELDS: tuple[str, ...]
+
+def cache_append(
+    *,
+    sealed: BlockLayout,
+    open: BlockLayout,
+    heads: int,
+    smoothing: int,
+    k: tuple[int, int, int, int],
+    v: tuple[int, int, int, int],
+    sequences: int,
+    batch: int,
+) -> None: ...
+def cache_reopen(
+    *, sealed: BlockLayout, open: BlockLayout, heads: int, smoothing: int, sequences: int, batch: int
+) -> None: ...
 def attention_probe(
     *,
     q: tuple[int, int, int, int],

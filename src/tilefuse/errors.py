@@ -35,6 +35,10 @@ class RoutingError(TileFuseError, ValueError):
     """A map of attention's score tiles can't be made as asked, or doesn't fit the call."""
 
 
+class OptionError(TileFuseError, ValueError):
+    """An option has a value that is not taken."""
+
+
 class DtypeError(TileFuseError, TypeError):
     """An argument has a dtype or array type that is not taken."""
 

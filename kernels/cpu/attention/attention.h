@@ -27,6 +27,7 @@ struct HeadRows {
 struct AttentionSequence {
   int64_t query_len = 0;
   int64_t key_len = 0;
+  int64_t position = 0;  // of query 0 among the keys: key_len - query_len where the queries are the last
   int64_t q_at = 0;
   int64_t k_at = 0;
   int64_t v_at = 0;
@@ -42,6 +43,7 @@ struct AttentionSequence {
   const std::byte* open = nullptr;
   int64_t sealed_stride = 0;
   int64_t open_stride = 0;
+  const std::byte* sink = nullptr;  // block 0 once it is full, as `open` has its block; null: with the others
 };
 
 struct AttentionProblem {
@@ -60,8 +62,8 @@ struct AttentionProblem {
   int64_t d = 0;         // multiples of 8, 8 to 512
   int64_t dv = 0;
   float scale = 1.0F;  // positive
-  bool causal = true;  // query i sees keys j <= i + key_len - query_len
-  int64_t window = 0;  // > 0: also j > i + key_len - query_len - window
+  bool causal = true;  // query i sees keys j <= i + position
+  int64_t window = 0;  // > 0: also j > i + position - window
 
   // uint64 [map heads][map row tiles][row words], map heads 1 or kv_heads; null: all 16-bit.
   const uint64_t* words = nullptr;

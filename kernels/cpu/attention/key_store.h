@@ -34,6 +34,9 @@ inline KeyBlock block_at(const BlockLayout& layout, const std::byte* at) {
 }
 
 inline KeyBlock cached_block(const AttentionProblem& p, const AttentionSequence& s, int64_t kv_head, int64_t t) {
+  if (t == 0 && s.sink != nullptr && s.key_len >= kKeyBlock) {
+    return block_at(p.open, s.sink + kv_head * s.open_stride);
+  }
   if (t < s.key_len / kKeyBlock) return block_at(p.sealed, s.sealed + kv_head * s.sealed_stride + t * p.sealed.bytes);
   return block_at(p.open, s.open + kv_head * s.open_stride);
 }

@@ -21,7 +21,7 @@ struct Sight {
 };
 
 inline Sight sight_of(const AttentionProblem& p, const AttentionSequence& s, int64_t row) {
-  const int64_t diagonal = row + s.key_len - s.query_len;
+  const int64_t diagonal = row + s.position;
   const int64_t end = p.causal ? std::clamp<int64_t>(diagonal + 1, 0, s.key_len) : s.key_len;
   const int64_t begin = p.window > 0 ? std::clamp<int64_t>(diagonal - p.window + 1, 0, end) : 0;
   return {begin, end};
@@ -43,7 +43,7 @@ inline TileRange tiles_of(const AttentionProblem& p, const AttentionSequence& s,
 class RouteRow {
  public:
   RouteRow(const AttentionProblem& p, const AttentionSequence& s, int64_t kv_head, int64_t m)
-      : group_(s.group), full_blocks_(s.key_len / kKeyBlock) {
+      : group_(s.group), sink_(s.sink != nullptr), full_blocks_(s.key_len / kKeyBlock) {
     if (p.words != nullptr) {
       const int64_t head = p.map_heads == 1 ? 0 : kv_head;
       words_ = p.words + (head * p.map_row_tiles + s.row_tile + m) * p.row_words;
@@ -59,7 +59,7 @@ class RouteRow {
   // Whether key tile t takes the INT8 path. A cache decides where it keeps one form only.
   [[nodiscard]] bool int8(int64_t t) const {
     if (cached_) {
-      if (t >= full_blocks_ || !can8_) return false;
+      if (t >= full_blocks_ || !can8_ || (t == 0 && sink_)) return false;
       if (!can16_) return true;
     }
     const int64_t j = t / group_;
@@ -70,6 +70,7 @@ class RouteRow {
   const uint64_t* words_ = nullptr;
   int64_t bits_ = 0;
   int64_t group_;
+  bool sink_;
   int64_t full_blocks_;
   bool cached_ = false;
   bool can8_ = true;

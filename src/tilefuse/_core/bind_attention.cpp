@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "attention/attention.h"
+#include "attention/key_cache.h"
 #include "bindings.h"
 
 namespace py = pybind11;
@@ -64,6 +65,7 @@ void probe(const Rows& q, const Rows& k, int64_t query_len, int64_t key_len, int
   AttentionSequence sequence;
   sequence.query_len = query_len;
   sequence.key_len = key_len;
+  sequence.position = key_len - query_len;
   const AttentionProblem p = problem_of(q, k, k, {}, {}, reinterpret_cast<uintptr_t>(&sequence), 1, heads, kv_heads, d,
                                         d, 1.0F, false, 0, {}, scale_per_row, smoothing, nullptr, nullptr);
   const py::gil_scoped_release release;
@@ -77,6 +79,10 @@ void probe(const Rows& q, const Rows& k, int64_t query_len, int64_t key_len, int
               .bias = reinterpret_cast<float*>(to[6])});
 }
 
+KeyCache cache_of(const BlockLayout& sealed, const BlockLayout& open, int64_t heads, int smoothing) {
+  return {.sealed = sealed, .open = open, .heads = heads, .smoothing = static_cast<Smoothing>(smoothing)};
+}
+
 }  // namespace
 
 void bind_attention(py::module_& m) {
@@ -86,9 +92,10 @@ void bind_attention(py::module_& m) {
       .def_readonly("bytes", &BlockLayout::bytes);
 
   // int64 fields of a sequence, in the order of AttentionSequence.
-  static_assert(sizeof(AttentionSequence) == 13 * sizeof(int64_t));
-  m.attr("SEQUENCE_FIELDS") = py::make_tuple("query_len", "key_len", "q_at", "k_at", "v_at", "out_at", "lse_at",
-                                             "row_tile", "group", "sealed", "open", "sealed_stride", "open_stride");
+  static_assert(sizeof(AttentionSequence) == 15 * sizeof(int64_t));
+  m.attr("SEQUENCE_FIELDS") = py::make_tuple("query_len", "key_len", "position", "q_at", "k_at", "v_at", "out_at",
+                                             "lse_at", "row_tile", "group", "sealed", "open", "sealed_stride",
+                                             "open_stride", "sink");
 
   m.def(
       "attend",
@@ -105,6 +112,31 @@ void bind_attention(py::module_& m) {
       py::arg("batch"), py::arg("heads"), py::arg("kv_heads"), py::arg("d"), py::arg("dv"), py::arg("scale"),
       py::arg("causal"), py::arg("window"), py::arg("words"), py::arg("scale_per_row"), py::arg("smoothing"),
       py::arg("sealed") = nullptr, py::arg("open") = nullptr);
+
+  // int64 fields of a sequence, in the order of CachedSequence.
+  static_assert(sizeof(CachedSequence) == 9 * sizeof(int64_t));
+  m.attr("CACHED_FIELDS") = py::make_tuple("sealed", "open", "sink", "sealed_stride", "open_stride", "length", "count",
+                                           "k_at", "v_at");
+  m.def("cache_open_bytes", &open_bytes);
+  m.def(
+      "cache_append",
+      [](const BlockLayout& sealed, const BlockLayout& open, int64_t heads, int smoothing, const Rows& k,
+         const Rows& v, uintptr_t sequences, int64_t batch) {
+        const KeyCache cache = cache_of(sealed, open, heads, smoothing);
+        const py::gil_scoped_release release;
+        append(cache, rows_of<const void>(k), rows_of<const void>(v),
+               reinterpret_cast<const CachedSequence*>(sequences), batch);
+      },
+      py::kw_only(), py::arg("sealed"), py::arg("open"), py::arg("heads"), py::arg("smoothing"), py::arg("k"),
+      py::arg("v"), py::arg("sequences"), py::arg("batch"));
+  m.def(
+      "cache_reopen",
+      [](const BlockLayout& sealed, const BlockLayout& open, int64_t heads, int smoothing, uintptr_t sequences,
+         int64_t batch) {
+        reopen(cache_of(sealed, open, heads, smoothing), reinterpret_cast<const CachedSequence*>(sequences), batch);
+      },
+      py::kw_only(), py::arg("sealed"), py::arg("open"), py::arg("heads"), py::arg("smoothing"), py::arg("sequences"),
+      py::arg("batch"));
 
   m.def("attention_probe", &probe, py::kw_only(), py::arg("q"), py::arg("k"), py::arg("query_len"), py::arg("key_len"),
         py::arg("head"), py::arg("heads"), py::arg("kv_heads"), py::arg("d"), py::arg("scale_per_row"),
