@@ -9,18 +9,24 @@ from tilefuse.quantize import quantize_linear
 from tilefuse.quantized import CodeOrder, QuantizedLinear
 from tilefuse.runtime import default_device, get_num_threads, set_default_device, set_num_threads
 from tilefuse.storage import load, save
+from tilefuse.tilemix.cache import KVCache
+from tilefuse.tilemix.call import attention
+from tilefuse.tilemix.spec import QuantSpec
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",
     "CodeOrder",
+    "KVCache",
     "Layout",
     "LinearInfo",
     "PackedLinear",
+    "QuantSpec",
     "QuantizedLinear",
     "ZeroKind",
     "__version__",
+    "attention",
     "default_device",
     "errors",
     "gemm",

@@ -77,8 +77,7 @@ void seal(const AttentionKernels& kernels, const KeyCache& cache, const OpenBloc
     const bool smooth = cache.smoothing != Smoothing::none;
     if (smooth) kernels.mean_of_keys(block.keys(), kKeyBlock, layout.d, mean);
     if (!smooth) std::memset(mean, 0, static_cast<size_t>(layout.d * 2));
-    const float scale =
-        kernels.pack_keys8(block.keys(), kKeyBlock, layout.d, smooth ? mean : nullptr, to + layout.k8);
+    const float scale = kernels.pack_keys8(block.keys(), kKeyBlock, layout.d, smooth ? mean : nullptr, to + layout.k8);
     std::memcpy(to + layout.k_scale, &scale, sizeof(scale));
   }
   if (layout.v16 != kAbsent) kernels.pack_values16(block.values(), layout.dv, to + layout.v16);
@@ -116,8 +115,8 @@ void reopen_head(const KeyCache& cache, const CachedSequence& s, int64_t head) {
   const int64_t t = s.count / kKeyBlock;
   if (t < s.length / kKeyBlock) {
     const bool from_sink = t == 0 && s.sink != nullptr;
-    const std::byte* from = from_sink ? s.sink + head * s.open_stride
-                                      : s.sealed + head * s.sealed_stride + t * cache.sealed.bytes;
+    const std::byte* from =
+        from_sink ? s.sink + head * s.open_stride : s.sealed + head * s.sealed_stride + t * cache.sealed.bytes;
     block.unpack(block_at(from_sink ? cache.open : cache.sealed, from), kept);
   }
   block.pack(0, kept);

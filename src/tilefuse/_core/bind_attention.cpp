@@ -93,9 +93,9 @@ void bind_attention(py::module_& m) {
 
   // int64 fields of a sequence, in the order of AttentionSequence.
   static_assert(sizeof(AttentionSequence) == 15 * sizeof(int64_t));
-  m.attr("SEQUENCE_FIELDS") = py::make_tuple("query_len", "key_len", "position", "q_at", "k_at", "v_at", "out_at",
-                                             "lse_at", "row_tile", "group", "sealed", "open", "sealed_stride",
-                                             "open_stride", "sink");
+  m.attr("SEQUENCE_FIELDS") =
+      py::make_tuple("query_len", "key_len", "position", "q_at", "k_at", "v_at", "out_at", "lse_at", "row_tile",
+                     "group", "sealed", "open", "sealed_stride", "open_stride", "sink");
 
   m.def(
       "attend",
@@ -115,13 +115,13 @@ void bind_attention(py::module_& m) {
 
   // int64 fields of a sequence, in the order of CachedSequence.
   static_assert(sizeof(CachedSequence) == 9 * sizeof(int64_t));
-  m.attr("CACHED_FIELDS") = py::make_tuple("sealed", "open", "sink", "sealed_stride", "open_stride", "length", "count",
-                                           "k_at", "v_at");
+  m.attr("CACHED_FIELDS") =
+      py::make_tuple("sealed", "open", "sink", "sealed_stride", "open_stride", "length", "count", "k_at", "v_at");
   m.def("cache_open_bytes", &open_bytes);
   m.def(
       "cache_append",
-      [](const BlockLayout& sealed, const BlockLayout& open, int64_t heads, int smoothing, const Rows& k,
-         const Rows& v, uintptr_t sequences, int64_t batch) {
+      [](const BlockLayout& sealed, const BlockLayout& open, int64_t heads, int smoothing, const Rows& k, const Rows& v,
+         uintptr_t sequences, int64_t batch) {
         const KeyCache cache = cache_of(sealed, open, heads, smoothing);
         const py::gil_scoped_release release;
         append(cache, rows_of<const void>(k), rows_of<const void>(v),

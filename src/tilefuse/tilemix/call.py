@@ -1,4 +1,4 @@
-"""`tilefuse.attention`: the one way into TileMix attention. Checks a call, finds its maps, and hands it to a back end."""
+"""`tilefuse.attention`: checks a call, finds its maps, and hands it to a back end."""
 
 from __future__ import annotations
 
@@ -131,10 +131,12 @@ def attention(
             out=out,
             return_lse=return_lse,
         )
-    operands = [operand(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
-    result, direct, late = _target(out, (*shape_q[:-1], dim_v), q, operands)
+    query, key, value = (operand(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    result, direct, late = _target(out, (*shape_q[:-1], dim_v), q, [query, key, value])
     call = Call(
-        *operands,
+        query,
+        key,
+        value,
         direct,
         np.empty(shape_q[:-1], np.float32) if return_lse else None,
         sequences,
@@ -245,9 +247,7 @@ def _backend(backend: Any, q: Any) -> str:
     return backend
 
 
-def _shapes(
-    q: Any, k: Any, v: Any, cu_seqlens: Any
-) -> tuple[Sequences, tuple[int, ...], tuple[int, ...], int]:
+def _shapes(q: Any, k: Any, v: Any, cu_seqlens: Any) -> tuple[Sequences, tuple[int, ...], tuple[int, ...], int]:
     """Where sequences lie, and the shapes of q, of k, and v's channels; all agree on all but heads."""
     packed = cu_seqlens is not None
     axes = 3 if packed else 4
@@ -282,9 +282,7 @@ def _check_dim(dim: int, name: str) -> None:
         raise ShapeError(f"{name} has {dim} channels (its last axis): 1 to {MOST_CHANNELS} are taken")
 
 
-def _target(
-    out: Any, shape: tuple[int, ...], q: Any, sources: list[Operand]
-) -> tuple[Any, Operand, bool]:
+def _target(out: Any, shape: tuple[int, ...], q: Any, sources: list[Operand]) -> tuple[Any, Operand, bool]:
     """What is returned, where results go, and whether the one is to be assigned from the other."""
     direct, late = target(out, shape, q, sources[0].kind)
     if out is not None and not late and any(direct.overlaps(source) for source in sources):

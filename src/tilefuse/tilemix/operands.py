@@ -154,7 +154,9 @@ def target(out: Any, shape: tuple[int, ...], like: Any, kind: FloatType) -> tupl
     if direct is None:
         return operand(empty_like(out, shape, float_type(out.dtype, "out")), "out"), True
     if _overlaps_itself(direct):
-        raise ShapeError(f"out has shape {list(shape)} and strides {list(direct.strides)}: its elements overlap; copy it")
+        raise ShapeError(
+            f"out has shape {list(shape)} and strides {list(direct.strides)}: its elements overlap; copy it"
+        )
     return direct, False
 
 

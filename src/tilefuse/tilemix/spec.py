@@ -36,8 +36,11 @@ class QuantSpec:
     smooth: str = "block"
 
     def __post_init__(self) -> None:
-        for name, value, taken in (("q", self.q, ("row", "block")), ("smooth", self.smooth, ("block", "none", "global"))):
-            if value not in taken:
+        for name, value, taken in (
+            ("q", self.q, ("row", "block")),
+            ("smooth", self.smooth, ("block", "none", "global")),
+        ):
+            if not isinstance(value, str) or value not in taken:
                 raise OptionError(f"quant.{name} is {value!r}: pass one of {', '.join(map(repr, taken))}")
 
 
@@ -133,7 +136,9 @@ def scale_of(scale: Any, dim: int) -> float:
     try:
         found = float(scale)
     except (TypeError, ValueError, RuntimeError):
-        raise DtypeError(f"scale is a {type(scale).__name__}: pass a positive number, or None for 1 / sqrt(d)") from None
+        raise DtypeError(
+            f"scale is a {type(scale).__name__}: pass a positive number, or None for 1 / sqrt(d)"
+        ) from None
     if not 2.0**-100 <= found <= 2.0**100:
         raise OptionError(f"scale is {found}: pass a number from 2^-100 to 2^100, or None for 1 / sqrt(d)")
     return found
@@ -171,7 +176,11 @@ def starts_of(value: Any, name: str, total: int) -> npt.NDArray[np.int64]:
 
 def split_offsets(cu_seqlens: Any) -> tuple[Any, Any]:
     """Offsets of queries and of keys: those of a pair, or the same twice."""
-    if isinstance(cu_seqlens, tuple | list) and len(cu_seqlens) == 2 and not isinstance(cu_seqlens[0], int | np.integer):
+    if (
+        isinstance(cu_seqlens, tuple | list)
+        and len(cu_seqlens) == 2
+        and not isinstance(cu_seqlens[0], int | np.integer)
+    ):
         return cu_seqlens[0], cu_seqlens[1]
     return cu_seqlens, cu_seqlens
 
