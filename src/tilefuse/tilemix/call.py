@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -114,9 +115,8 @@ def attention(
     maps = call_maps(routing, sequences, causal, window)
     words, row_tiles, groups = assemble(maps, sequences, heads_kv)
     if chosen == "triton":
-        from tilefuse.tilemix.triton_call import triton_attention
-
-        return triton_attention(
+        # Not typed: torch and Triton are not installed with tilefuse.
+        return importlib.import_module("tilefuse.tilemix.triton_call").triton_attention(
             q,
             k,
             v,
