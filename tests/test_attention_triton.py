@@ -37,10 +37,12 @@ RELATIVE_REORDERED = 2e-3
 BLOCKS = Blocks(128, 64, 4, 1)
 
 
-@pytest.fixture(autouse=True)
-def _interpreted(request: pytest.FixtureRequest) -> None:
-    if "compiled" not in request.keywords and not triton_call.load()[2]:
-        pytest.skip("Triton's interpreter is off: TRITON_INTERPRET=1")
+DEVICE = "cpu" if triton_call.load()[2] else "cuda"
+"""With TRITON_INTERPRET=0 a GPU runs the kernels."""
+
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and not torch.cuda.is_available(), reason="Triton's interpreter is off, and there is no GPU"
+)
 
 
 class Quant:
@@ -80,7 +82,7 @@ def operands(
 
 
 def tensors(*arrays: np.ndarray[Any, Any]) -> list[Any]:
-    return [torch.from_numpy(x) for x in arrays]
+    return [torch.from_numpy(x).to(DEVICE) for x in arrays]
 
 
 def random_map(rng: np.random.Generator, grid: Grid, heads: int | None = None, share: float = 0.5) -> Routing:
@@ -91,7 +93,7 @@ def random_map(rng: np.random.Generator, grid: Grid, heads: int | None = None, s
 def assert_close(
     found: tuple[Any, Any], expected: reference.Attended, v: np.ndarray[Any, Any], relative: float = RELATIVE
 ) -> None:
-    out, lse = (x.numpy() for x in found)
+    out, lse = (x.cpu().numpy() for x in found)
     assert np.isfinite(out).all()
     error = np.abs(out - expected.out)
     assert np.linalg.norm(error) <= relative * np.linalg.norm(expected.out)
@@ -111,7 +113,7 @@ def tables_of(q: Any, k: Any, causal: bool = True, window: int | None = None) ->
 
 def numpy_of(x: Any) -> np.ndarray[Any, Any]:
     """bfloat16 as float32."""
-    return x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
+    return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
 
 
 # --- quantisation ---------------------------------------------------------------------------------------------------
@@ -149,19 +151,19 @@ def test_codes_scales_means_and_integer_scores_are_the_specifications(rng: np.ra
         for smooth in ("block", "none", "global"):
             keys = triton_call.quantised_keys(packed, tables, smooth, False)
             expected = reference.quantise_keys(x[0], smooth)
-            codes = keys.codes.numpy().reshape(1, -1, d)
+            codes = numpy_of(keys.codes).reshape(1, -1, d)
             assert np.array_equal(codes[:, :length], expected.codes), (name, smooth)
             assert not codes[:, length:].any()
-            assert np.array_equal(keys.scales.numpy(), expected.scales), (name, smooth)
+            assert np.array_equal(numpy_of(keys.scales), expected.scales), (name, smooth)
             if smooth != "none":
                 assert np.array_equal(numpy_of(keys.means), expected.means.astype(np.float32)), (name, smooth)
         for granularity in ("row", "block"):
             rows = triton_call.quantised_rows(packed, tables, granularity, False)
             wanted = reference.quantise_rows(x[0], granularity)
-            found = rows.codes.numpy().reshape(1, -1, d)
+            found = numpy_of(rows.codes).reshape(1, -1, d)
             assert np.array_equal(found[:, :length], wanted.codes), (name, granularity)
-            assert np.array_equal(rows.scales.numpy().reshape(1, -1)[:, :length], wanted.scales), (name, granularity)
-        scores = triton_call.integer_scores(rows.codes[0].reshape(-1, d), keys.codes[0].reshape(-1, d)).numpy()
+            assert np.array_equal(numpy_of(rows.scales).reshape(1, -1)[:, :length], wanted.scales), (name, granularity)
+        scores = numpy_of(triton_call.integer_scores(rows.codes[0].reshape(-1, d), keys.codes[0].reshape(-1, d)))
         exact = found[0].astype(np.int64) @ codes[0].astype(np.int64).T
         assert np.array_equal(scores, exact), name
 
@@ -169,13 +171,12 @@ def test_codes_scales_means_and_integer_scores_are_the_specifications(rng: np.ra
 def test_the_largest_integer_scores(rng: np.random.Generator) -> None:
     """All codes 127 or -127, the sums at their extremes, 127^2 d."""
     for d in (64, 96, 256):
-        rows = torch.full((128, d), 127, dtype=torch.int8)
-        keys = torch.from_numpy(rng.choice(np.array([-127, 127], np.int8), (64, d)))
+        keys = rng.choice(np.array([-127, 127], np.int8), (64, d))
         keys[0], keys[1] = 127, -127
-        scores = triton_call.integer_scores(rows, keys).numpy()
+        scores = numpy_of(triton_call.integer_scores(*tensors(np.full((128, d), 127, np.int8), keys)))
         assert scores[0, 0] == 127 * 127 * d
         assert scores[5, 1] == -127 * 127 * d
-        assert np.array_equal(scores[7], 127 * keys.numpy().astype(np.int64).sum(axis=1))
+        assert np.array_equal(scores[7], 127 * keys.astype(np.int64).sum(axis=1))
 
 
 # --- lists of tiles -------------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def test_words_become_lists_of_tiles(
     routing = random_map(rng, grid, 2, share)
     if k_len == 4096:
         assert (routing.words >> np.uint64(63)).any()
-    q, k = torch.empty((1, 2, q_len, 8)), torch.empty((1, 2, k_len, 8))
+    q, k = (torch.empty((1, 2, n, 8), device=DEVICE) for n in (q_len, k_len))
     lengths = triton_call._lengths(q, k, None)
     words = triton_call._words(routing.words, lengths, None, group, False, 2)
     tables = triton_call._tables(torch, q.device, lengths, causal, window, 128)
@@ -228,7 +229,7 @@ def test_words_become_lists_of_tiles(
             assert ends[h, m].tolist() == cuts.tolist()
             assert tiles[h, m, : cuts[-1]].tolist() == [n for kind in range(4) for n in whole[kind]]
     # The longest rows start first.
-    executed = [int(grid.stop[start // 128] - grid.first[start // 128]) for start in tables.rows.numpy()[1::2]]
+    executed = [int(grid.stop[start // 128] - grid.first[start // 128]) for start in numpy_of(tables.rows)[1::2]]
     assert executed == sorted(executed, reverse=True)
 
 
@@ -239,13 +240,14 @@ def test_words_become_lists_of_tiles(
     ("heads", "heads_kv", "q_len", "k_len", "d", "dv", "causal", "window", "group", "quant", "blocks"),
     [
         (1, 1, 128, 128, 64, 64, True, None, 1, Quant(), None),
-        (4, 2, 100, 300, 64, 64, True, None, 2, Quant(), None),
-        (3, 1, 300, 300, 80, 96, True, 70, 1, Quant(), BLOCKS),
-        (2, 2, 300, 300, 96, 80, False, None, 1, Quant("block"), Blocks(32, 32, 4, 1)),
+        (2, 1, 100, 300, 64, 64, True, None, 2, Quant(), None),
+        (2, 1, 200, 200, 80, 96, True, 70, 1, Quant(), BLOCKS),
+        (2, 2, 70, 150, 96, 80, False, None, 1, Quant("block"), Blocks(32, 32, 4, 1)),
         (2, 1, 200, 130, 128, 128, True, None, 1, Quant("block", "global"), None),
         (2, 1, 65, 129, 256, 256, True, None, 1, Quant("row", "none"), Blocks(16, 32, 4, 1)),
         (2, 1, 257, 500, 64, 64, False, 130, 1, Quant("row", "global"), Blocks(64, 64, 4, 1)),
         (2, 1, 1, 65, 64, 64, True, None, 1, Quant(), None),
+        (1, 1, 70, 70, 33, 5, True, None, 1, Quant(), None),
         (1, 1, 2, 1, 32, 8, True, None, 1, Quant(), None),
     ],
 )
@@ -310,7 +312,7 @@ def test_packed_sequences_are_calls_of_their_own(rng: np.random.Generator) -> No
     q_len, k_len, groups = [130, 0, 1, 64], [200, 30, 77, 0], np.array([1, 1, 2, 1])
     heads, heads_kv, d = 4, 2, 64
     q, k, v = (
-        torch.from_numpy(bf16(rng.standard_normal((sum(n), h, d), dtype=np.float32)))
+        tensors(bf16(rng.standard_normal((sum(n), h, d), dtype=np.float32)))[0]
         for n, h in ((q_len, heads), (k_len, heads_kv), (k_len, heads_kv))
     )
     maps = [random_map(rng, Grid(a, b, group=int(g)), heads_kv) for a, b, g in zip(q_len, k_len, groups, strict=True)]
@@ -327,8 +329,8 @@ def test_packed_sequences_are_calls_of_their_own(rng: np.random.Generator) -> No
         )
         assert torch.equal(out[rows].transpose(0, 1)[None], alone[0])
         assert torch.equal(lse[rows].transpose(0, 1)[None], alone[1])
-        expected = reference.attention_tiles(*(x.numpy() for x in one), routing, granularity="block")
-        assert_close(alone, expected, v.numpy())
+        expected = reference.attention_tiles(*(numpy_of(x) for x in one), routing, granularity="block")
+        assert_close(alone, expected, numpy_of(v))
 
 
 def test_grouped_heads_are_repeated_keys_bit_for_bit(rng: np.random.Generator) -> None:
@@ -360,7 +362,9 @@ def test_strides_and_out(rng: np.random.Generator) -> None:
     expected = triton_attention(q, k, v, quant=Quant(), words=routing.words)
     moved = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
     turned = v.transpose(2, 3).contiguous().transpose(2, 3)
-    for out in (torch.empty((1, 70, 2, 64)).transpose(1, 2), torch.empty((1, 2, 64, 70)).transpose(2, 3)):
+    rows = torch.empty((1, 70, 2, 64), device=DEVICE).transpose(1, 2)
+    columns = torch.empty((1, 2, 64, 70), device=DEVICE).transpose(2, 3)
+    for out in (rows, columns):
         found = triton_attention(*moved, turned, quant=Quant(), words=routing.words, out=out)
         assert found is out
         assert torch.equal(found, expected)
@@ -380,14 +384,37 @@ def test_extreme_scores_stay_finite(rng: np.random.Generator) -> None:
         assert_close(found, expected, v, RELATIVE + 2.0**-21 * largest)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_is_not_finite_makes_nan_and_nothing_else_wrong(rng: np.random.Generator) -> None:
+    """In q: its row. In k, 16-bit: the queries that see it; INT8: those that see any key of its block."""
+    q, k, v = operands(rng, 1, 1, 1, 200, 200, 64)
+    k[..., 0] = -np.abs(k[..., 0])  # q = Inf there would give each key -Inf, as if it were masked
+    routing = Routing.from_bits(np.array([[False, True, False, False], [False, True, False, True]]), Grid(200, 200))
+    plain = numpy_of(triton_attention(*tensors(q, k, v), quant=Quant(), words=routing.words))
+    for bad in (np.inf, -np.inf, np.nan):
+        odd = q.copy()
+        odd[0, 0, [10, 150], 0] = bad
+        out, lse = triton_attention(*tensors(odd, k, v), quant=Quant(), words=routing.words, return_lse=True)
+        wrong = np.isin(np.arange(200), [10, 150])
+        assert (np.isnan(numpy_of(out)) == wrong[None, None, :, None]).all()
+        assert (np.isnan(numpy_of(lse)) == wrong).all()
+        assert np.array_equal(numpy_of(out)[0, 0, ~wrong], plain[0, 0, ~wrong])
+        for key, first in ((140, 140), (100, 64)):  # 16-bit; INT8 block of keys 64 to 127
+            odd = k.copy()
+            odd[0, 0, key, 3] = bad
+            out = numpy_of(triton_attention(*tensors(q, odd, v), quant=Quant(), words=routing.words))
+            assert np.isnan(out[0, 0, first:]).all()
+            assert np.array_equal(out[0, 0, :first], plain[0, 0, :first])
+
+
 def test_calls_that_are_refused(rng: np.random.Generator) -> None:
     q, k, v = tensors(*operands(rng, 1, 2, 1, 70, 70, 64))
     words = np.zeros((1, 1), np.uint64)
     bad: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
-        (DtypeError, "torch tensors", (q.numpy(), k, v), {}),
+        (DtypeError, "torch tensors", (q.cpu().numpy(), k, v), {}),
         (DtypeError, "float64", (q.double(), k, v), {}),
         (ShapeError, "channels", (q, k[..., :32], v), {}),
-        (ShapeError, "up to 256", tuple(x.repeat(1, 1, 1, 5) for x in (q, k, v)), {}),
+        (ShapeError, "1 to 256", tuple(x.repeat(1, 1, 1, 5) for x in (q, k, v)), {}),
         (
             ShapeError,
             "multiple of the KV heads",
@@ -407,6 +434,19 @@ def test_calls_that_are_refused(rng: np.random.Generator) -> None:
     for error, text, arrays, options in bad:
         with pytest.raises(error, match=text):
             triton_attention(*arrays, **{"quant": Quant(), **options})
+
+
+def test_through_the_public_call(rng: np.random.Generator) -> None:
+    q, k, v = operands(rng, 2, 4, 2, 130, 200, 64)
+    routing = tilefuse.routing.local_sink(0.5)
+    expected = tilefuse.attention(q, k, v, routing=routing, backend="reference", return_lse=True)
+    found = tilefuse.attention(*tensors(q, k, v), routing=routing, backend="triton", return_lse=True)
+    assert_close(found, reference.Attended(*expected), v)
+    offsets = (np.array([0, 100, 130]), np.array([0, 120, 200]))
+    flat = [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v)]
+    expected = tilefuse.attention(*flat, routing=routing, cu_seqlens=offsets, backend="reference", return_lse=True)
+    found = tilefuse.attention(*tensors(*flat), routing=routing, cu_seqlens=offsets, backend="triton", return_lse=True)
+    assert_close(found, reference.Attended(*expected), v)
 
 
 # --- without a GPU, without the interpreter, without Triton ---------------------------------------------------------

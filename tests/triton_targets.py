@@ -51,7 +51,7 @@ def main() -> None:
     attend = build(
         "attend",
         target,
-        {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True},
+        {"num_warps": blocks.warps, "num_stages": blocks.stages, **exact},
         **sides,
         DV=depth,
         DVP=depth,

@@ -234,7 +234,7 @@ def triton_attention(
             BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, PARTS=BLOCK_N // blocks.keys,
             CAUSAL=bool(causal), WINDOW=window is not None, ROUTED=routed, SMOOTH=quant.smooth != "none",
             PER_TILE=quant.q == "block", LSE=return_lse, UPCAST=interpreted,
-            num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
+            num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=False,
         )  # fmt: skip
     if into is not out:
         out.copy_(into)
@@ -349,9 +349,9 @@ def _check(torch: ModuleType, q: Any, k: Any, v: Any, packed: bool, interpreted:
             raise DtypeError(f"{name} is on {x.device} and q on {q.device}: move them to one device")
         if x.ndim != (3 if packed else 4):
             raise ShapeError(f"{name} has shape {list(x.shape)}: pass {'[sum L, H, d]' if packed else '[B, H, L, d]'}")
-        if not 1 <= x.shape[-1] <= MOST_CHANNELS or x.shape[-1] % 8:
+        if not 1 <= x.shape[-1] <= MOST_CHANNELS:
             raise ShapeError(
-                f'{name} has {x.shape[-1]} channels a head: backend "triton" takes multiples of 8 up to {MOST_CHANNELS}'
+                f'{name} has {x.shape[-1]} channels (its last axis): backend "triton" takes 1 to {MOST_CHANNELS}'
             )
     if q.device.type == "cpu" and not interpreted:
         raise DeviceError(

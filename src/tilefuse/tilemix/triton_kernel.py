@@ -53,8 +53,17 @@ def _operand(x, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _scale(absmax):
-    return tl.where(absmax == 0.0, 1.0, tl.div_rn(absmax, 127.0))
+def _magnitude(x):
+    """Bits of |x|, float32: they order as the magnitudes do, Inf above all numbers and NaN above Inf."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scale(largest):
+    """Scale of codes, given the largest of the magnitudes' bits; NaN if that isn't finite."""
+    absmax = largest.to(tl.float32, bitcast=True)
+    scale = tl.where(absmax == 0.0, 1.0, tl.div_rn(absmax, 127.0))
+    return tl.where(largest < 0x7F800000, scale, float("nan"))
 
 
 @triton.jit
@@ -113,7 +122,7 @@ def quantise_keys(k, codes, scales, means, sequence_means, seqs, blocks, stride_
             mean = tl.load(sequence_means + (head * sequences + seq) * D + cols, mask=cols < D, other=0.0)
         tl.store(means + at * D + cols, mean.to(tl.bfloat16), mask=cols < D)
         x = tl.where(real, x - mean.to(tl.float32)[None, :], 0.0)
-    scale = _scale(tl.max(tl.max(tl.abs(x), 1), 0))
+    scale = _scale(tl.max(tl.max(_magnitude(x), 1), 0))
     tl.store(scales + at, scale)
     where = codes + at * (KEY_TILE * D) + rows[:, None] * D + cols[None, :]
     tl.store(where, _codes(x, tl.zeros_like(x) + scale), mask=cols[None, :] < D)
@@ -134,10 +143,10 @@ def quantise_rows(q, codes, scales, seqs, row_tiles, stride_b, stride_l, stride_
             + head.to(tl.int64) * stride_h)
     real = (rows[:, None] < count) & (cols[None, :] < D)
     x = tl.load(base + rows[:, None] * stride_l + cols[None, :], mask=real, other=0.0).to(tl.float32)
-    absmax = tl.max(tl.abs(x), 1)
+    largest = tl.max(_magnitude(x), 1)
     if PER_TILE:
-        absmax = tl.zeros_like(absmax) + tl.max(absmax, 0)
-    scale = _scale(absmax)
+        largest = tl.zeros_like(largest) + tl.max(largest, 0)
+    scale = _scale(largest)
     at = (head * tile_count + tile).to(tl.int64) * ROW_TILE
     tl.store(scales + at + rows, scale)
     if CODES:
@@ -217,11 +226,17 @@ def expand(words, tiles, ends, seqs, maps, map_rows, width, capacity, window, CA
 
 
 @triton.jit
-def _softmax_step(acc, total, top, raw, factor, offset, keep, values, EDGE: tl.constexpr, UPCAST: tl.constexpr):
+def _softmax_step(acc, total, top, raw, factor, offset, keep, values, CHECK: tl.constexpr, EDGE: tl.constexpr,
+                  UPCAST: tl.constexpr):
     """One tile into the running softmax: its scores in base 2 are raw * factor + offset.
+
+    With CHECK a score of -inf, of an operand that isn't finite, makes its row NaN, and doesn't count as masked.
 
     acc [rows, DV], total and top [rows]: weighted values, sum of weights and maximum so far.
     """
+    if CHECK:
+        least = tl.min(tl.where(keep, raw, 0.0), 1) if EDGE else tl.min(raw, 1)
+        offset = tl.where(least == float("-inf"), float("nan"), offset)
     if EDGE:
         best = tl.max(tl.where(keep, raw, float("-inf")), 1)
         # Not a product with -inf: a factor can have underflowed to zero.
@@ -282,7 +297,8 @@ def _run16(acc, total, top, q, k, v, tiles, first, stop, position, keys, window,
             x = tl.load(where, mask=cols[:, None] < D, other=0.0) if DP != D else tl.load(where)
         raw = tl.dot(q, _operand(x, UPCAST), input_precision="ieee")
         values = _values(v, key, keys, stride_v, DV, DVP, EDGE, UPCAST)
-        acc, total, top = _softmax_step(acc, total, top, raw, factor, tl.zeros_like(factor), keep, values, EDGE, UPCAST)
+        acc, total, top = _softmax_step(acc, total, top, raw, factor, tl.zeros_like(factor), keep, values, True, EDGE,
+                                        UPCAST)
     return acc, total, top
 
 
@@ -314,7 +330,7 @@ def _run8(acc, total, top, q, q8, row_scale, k8, k_scale, means, v, tiles, first
                 offset = tl.zeros_like(row_scale)
             keep = _visible(position, key, keys, window, CAUSAL, WINDOW) if EDGE else 0
             values = _values(v, key, keys, stride_v, DV, DVP, EDGE, UPCAST)
-            acc, total, top = _softmax_step(acc, total, top, raw, factor, offset, keep, values, EDGE, UPCAST)
+            acc, total, top = _softmax_step(acc, total, top, raw, factor, offset, keep, values, False, EDGE, UPCAST)
     return acc, total, top
 
 
@@ -369,7 +385,7 @@ def attend(q, k, v, k8, k_scale, means, q_scale, out, lse, seqs, rows, tiles, en
             where = q_scale + (head * tile_count + tl.load(info + 7) + m) * ROW_TILE + (start % ROW_TILE)
             row_scale = tl.load(where + tl.arange(0, BLOCK_M))
         else:
-            row_scale = _scale(tl.max(tl.abs(values), 1))
+            row_scale = _scale(tl.max(_magnitude(values), 1))
         q8 = _codes(values, tl.zeros_like(values) + row_scale[:, None])
         row_scale = row_scale * scale
         block = (key_head * key_blocks + tl.load(info + 4)).to(tl.int64)
