@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import ml_dtypes
 import numpy as np
 import oracle_routing
@@ -22,18 +20,10 @@ def softmax(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray, scale: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of one head, in float64: outputs, log-sum-exps, and the outputs of |v|; zeros and -inf without keys."""
-    out = np.zeros((len(q), v.shape[1]))
-    lse = np.full(len(q), -np.inf)
-    size = np.zeros_like(out)
-    for i in range(len(q)):
-        keys = np.flatnonzero(seen[i])
-        if len(keys):
-            s = k[keys].astype(np.float64) @ q[i].astype(np.float64) * scale
-            top = s.max()
-            lse[i] = top + math.log(np.exp(s - top).sum())
-            p = np.exp(s - lse[i])
-            out[i], size[i] = p @ v[keys].astype(np.float64), p @ np.abs(v[keys].astype(np.float64))
-    return out, lse, size
+    scores = np.where(seen, q.astype(np.float64) @ k.astype(np.float64).T * scale, -np.inf)
+    lse = np.logaddexp.reduce(scores, axis=1, initial=-np.inf)
+    p = np.exp(scores - np.where(seen.any(axis=1), lse, 0)[:, None])
+    return p @ v.astype(np.float64), lse, p @ np.abs(v.astype(np.float64))
 
 
 def score_error(

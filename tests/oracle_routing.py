@@ -24,12 +24,9 @@ def cell_hash(m: int, j: int, seed: int) -> int:
 
 def visible(query_len: int, key_len: int, causal: bool, window: int | None) -> np.ndarray:
     """bool [queries, keys]: what the masks leave."""
-    seen = np.zeros((query_len, key_len), bool)
-    for i in range(query_len):
-        at = i + key_len - query_len
-        for j in range(key_len):
-            seen[i, j] = not ((causal and j > at) or (window is not None and j <= at - window))
-    return seen
+    at = np.arange(query_len)[:, None] + key_len - query_len
+    keys = np.arange(key_len)[None]
+    return ((not causal) | (keys <= at)) & (True if window is None else keys > at - window)
 
 
 @dataclass
