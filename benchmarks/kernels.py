@@ -135,6 +135,91 @@ def slots_text(slots: Slots) -> list[str]:
 
 SLOT_NAMES = ["loads", "LDB", "ST", "MV", "VEC"]
 
+ATTENTION_ROWS, ATTENTION_KEYS = 32, 64
+"""Of a call of the attention kernels."""
+
+PEAK = 512
+"""Products a cycle of INT8 and of bfp16."""
+
+
+def attention_tile(d: int, *, int8: bool, masked: bool = False, grown: bool = False) -> dict[str, Cost]:
+    """What a tile of keys takes, by call, in their order.
+
+    Args:
+        d: Channels of a head.
+        int8: Whether its scores are INT8.
+        masked: Whether every row misses a key of it.
+        grown: Whether the maximum of a row of each block grows.
+    """
+    kernel = kernels.get(f"attention_bf16_d{d}_{ATTENTION_ROWS}x{ATTENTION_KEYS}")
+    entries = kernel.entry_points
+    arrays: dict[str, Any] = {}
+    for entry in entries.values():
+        arrays |= {a.name: a.copy_of(np.zeros(a.shape)) for a in entry.arguments if not a.by_value}
+    arrays["q"].view(np.int32)[3:5] = ATTENTION_KEYS - masked, np.iinfo(np.int32).max
+    entries["begin"](arrays["state"], arrays["o"])
+    if not grown:
+        arrays["state"][:ATTENTION_ROWS] = 1
+    calls = [("scores_int8", 0)] if int8 else [("scores_bf16", 0), ("scores_bf16", 1)]
+    found = {}
+    for stem, half in [*calls, ("softmax", 0), ("values", 0), ("values", 1)]:
+        given = [half if a.by_value else arrays[a.name] for a in entries[stem].arguments]
+        regions = entries[stem].count(*given)
+        longest = max(regions.values(), key=lambda slots: slots.cycles)
+        total = sum(slots.cycles for slots in regions.values())
+        found[f"{stem} {half}"] = Cost(total, add(regions.values()), busiest_slot(longest))
+    return found
+
+
+def attention_calls() -> str:
+    """A row for each function of a tile."""
+    rows = []
+    for k in all_kernels("attention"):
+        int8, wide = attention_tile(k.d, int8=True), attention_tile(k.d, int8=False)
+        grown = attention_tile(k.d, int8=True, grown=True)
+        masked = attention_tile(k.d, int8=True, masked=True)
+        listed = {
+            "scores_int8": int8["scores_int8 0"],
+            "scores_bf16, half 0": wide["scores_bf16 0"],
+            "scores_bf16, half 1": wide["scores_bf16 1"],
+            "softmax of INT8 scores": int8["softmax 0"],
+            "softmax of 16-bit scores": wide["softmax 0"],
+            "softmax, masked": masked["softmax 0"],
+            "softmax, maxima grow": grown["softmax 0"],
+            "values, a half": int8["values 0"],
+            "values, a half, maxima grow": grown["values 0"],
+        }
+        for what, c in listed.items():
+            rows.append([f"`{k.name}`", what, *slots_text(c.slots), str(c.cycles), c.busiest])
+    return table(["kernel", "call", *SLOT_NAMES, "cycles", "longest loop bound by"], rows)
+
+
+def attention_table() -> str:
+    """A row for each kind of tile."""
+    rows = []
+    for k in all_kernels("attention"):
+        # Keys, and values twice, or keys twice; 72 d bytes and 64 each.
+        products = 2 * ATTENTION_ROWS * ATTENTION_KEYS * k.d
+        for int8 in (True, False):
+            cycles = [
+                sum(c.cycles for c in attention_tile(k.d, int8=int8, **how).values())
+                for how in ({}, {"grown": True}, {"masked": True, "grown": True})
+            ]
+            stream = (3 if int8 else 4) * (72 * k.d + 64) // STREAM_BYTES
+            share = products / cycles[0] / PEAK
+            rows.append(
+                [
+                    f"{k.d}",
+                    "INT8" if int8 else "16-bit",
+                    *map(str, cycles),
+                    f"{products / cycles[0]:.0f}",
+                    f"{share:.0%}",
+                    str(stream),
+                ]
+            )
+    header = "d, scores, cycles, maxima grow, and masked, MAC/cycle, of the peak, stream"
+    return table(header.split(", "), rows)
+
 
 def gemv_table() -> str:
     """A row for each GEMV kernel."""
@@ -292,6 +377,14 @@ def document() -> str:
         in the L1 bytes. `16x128x128`: two packed tiles side by side. *channel*: products a cycle that one channel of
         {STREAM_BYTES} bytes a cycle lets a core do when each band of activations meets these output channels once."""),
         band_table(),
+        "## Attention: a tile of keys",
+        paragraph(f"""{ATTENTION_ROWS} query rows of a core by {ATTENTION_KEYS} keys, scores, softmax and values:
+        {2 * ATTENTION_ROWS * ATTENTION_KEYS} d products. *Peak*: {PEAK} products a cycle, of INT8 and of bfp16 alike.
+        *Maxima grow*: in each block of 8 rows that of some row does, so that its sums and outputs are rescaled: in the
+        first tile, and later the less often the more keys have passed. *Stream*: cycles that a channel of
+        {STREAM_BYTES} bytes a cycle takes to bring the keys and values, which a core with two heads uses twice."""),
+        attention_table(),
+        attention_calls(),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -1,6 +1,6 @@
 """`tilefuse.emulator.kernels`: names, argument specifications, what the door refuses, counting.
 
-What the kernels compute is in test_kernels_gemm.py and test_kernels_gemv.py.
+What the kernels compute is in test_kernels_gemm.py, test_kernels_gemv.py and test_kernels_attention.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tilefuse.errors import DeviceError, DtypeError, LayoutError, ShapeError
 NAME = re.compile(
     r"gem[mv]_(bf16|bfp16)_(bf16|w[48]g(32|64|128)m?)_(emulated|bfp16|mantissa|elementwise)_((64|32|16)x)?128x(64|128)"
 )
+PRODUCTS = [name for name in kernels.names() if not name.startswith("attention")]
 GEMM = "gemm_bf16_w4g128_mantissa_64x128x64"
 GEMV = "gemv_bf16_w8g64m_mantissa_128x64"
 
@@ -30,13 +31,20 @@ GEMV = "gemv_bf16_w8g64m_mantissa_128x64"
 def test_names_follow_the_grammar_and_say_what_the_kernel_is() -> None:
     names = kernels.names()
     assert names == sorted(set(names))
-    for name in names:
+    for d in (64, 128):
+        attention = kernels.get(f"attention_bf16_d{d}_32x64")
+        assert (attention.op, attention.activation, attention.bits) == ("attention", "bf16", 16)
+        assert (attention.m, attention.d) == (32, d)
+        assert (attention.path, attention.group, attention.scratch_bytes) == ("", 0, 0)
+        assert "" not in attention.entry_points
+    assert len(names) == len(PRODUCTS) + 2
+    for name in PRODUCTS:
         match = NAME.fullmatch(name)
         assert match, name
         activation, weights, group, path, _, m, n = match.groups()
         kernel = kernels.get(name)
         assert (kernel.name, kernel.op, kernel.activation, kernel.path) == (name, name[:4], activation, path)
-        assert kernel.tiles == int(n) // 64
+        assert (kernel.tiles, kernel.d) == (int(n) // 64, 0)
         assert kernel.m == (int(m) if m else 1)
         assert kernel.group == (int(group) if group else 0)
         assert kernel.bits == (16 if weights == "bf16" else int(weights[1]))
@@ -45,7 +53,7 @@ def test_names_follow_the_grammar_and_say_what_the_kernel_is() -> None:
 
 def test_every_scheme_is_there() -> None:
     """Bits x group x zero kind for both operations, and the unquantised baselines."""
-    have = {(k.op, k.bits, k.group, k.minima) for k in map(kernels.get, kernels.names())}
+    have = {(k.op, k.bits, k.group, k.minima) for k in map(kernels.get, PRODUCTS)}
     schemes = {(bits, group, minima) for bits in (4, 8) for group in (32, 64, 128) for minima in (False, True)}
     assert have == {(op, *scheme) for op in ("gemm", "gemv") for scheme in schemes | {(16, 0, False)}}
     bands = [k for k in map(kernels.get, kernels.names()) if k.activation == "bfp16"]
@@ -74,7 +82,7 @@ def test_arguments_of_a_gemm() -> None:
     assert kernel.entry_points[""].name == GEMM
 
 
-@pytest.mark.parametrize("name", kernels.names())
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_zero_and_store(name: str, rng: np.random.Generator) -> None:
     """The entry points whose result needs no model: zero, and narrowing to nearest even."""
     entries = kernels.get(name).entry_points

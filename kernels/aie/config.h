@@ -8,10 +8,12 @@
 //   TF_PATH    how weights reach the multiplier: one of the TF_PATH_* below
 //   TF_M       rows of an activation band: 8 to 64, a multiple of 8 (GEMM of bfloat16 activations only)
 //   TF_TILES   packed tiles of weights side by side, 1 or 2 (GEMM of bfp16 activations only, whose bands have 16 rows)
+//   TF_D       channels of a head, 64 or 128 (attention only, which takes none of the others)
 //
 // Names follow one grammar, <op>_<activation>_<weights>_<path>_<tile>: gemm_bf16_w4g128_bfp16_64x128x64,
 // gemv_bf16_w8g32m_mantissa_128x64 (m: minima), gemm_bf16_bf16_emulated_32x128x64, and with activations that are bfp16
 // when they arrive gemm_bfp16_w4g128_mantissa_16x128x128 (two tiles). The activation is in the name of the .cc, too.
+// Attention has channels in place of weights, and no path: attention_bf16_d64_32x64, of 32 rows and 64 keys.
 //
 // A host translation unit includes one .cc several times, each time with other values: every macro here is expanded
 // where it is used, and a .cc keeps all that it defines, except entry points, in `namespace TF_NAMESPACE`.
@@ -59,8 +61,9 @@
 #define TF_BAND_TILE TF_CHOOSE(TF_BAND_TILE_, TF_TILES)
 #define TF_BAND_NAME TF_FULL_NAME(gemm_bfp16_, TF_WEIGHTS_NAME, TF_PATH_NAME, TF_BAND_TILE)
 #define TF_GEMV_NAME TF_FULL_NAME(gemv_bf16_, TF_WEIGHTS_NAME, TF_PATH_NAME, 128x64)
+#define TF_ATTENTION_NAME TF_FULL_NAME(attention_bf16_d, TF_D, _, 32x64)
 
-// A .cc defines TF_NAME as TF_GEMM_NAME, TF_BAND_NAME or TF_GEMV_NAME (and undefines it at its end). The main entry
+// A .cc defines TF_NAME as TF_GEMM_NAME, TF_BAND_NAME, TF_GEMV_NAME or TF_ATTENTION_NAME (and undefines it at its end). The main entry
 // point is TF_NAME, the others are TF_KERNEL(zero), TF_KERNEL(prepare), ...
 #define TF_KERNEL(stem) TF_SUFFIXED(TF_NAME, _##stem)
 #define TF_NAMESPACE TF_SUFFIXED(TF_NAME, _impl)

@@ -51,15 +51,16 @@ struct EntryPoint {
 // Configuration macros of a kernel object (kernels/aie/config.h), by their names; 0 for what does not apply.
 struct Kernel {
   const char* name = nullptr;
-  const char* op = nullptr;          // "gemm" or "gemv"
+  const char* op = nullptr;          // "gemm", "gemv" or "attention"
   const char* activation = nullptr;  // "bf16" or "bfp16"
   int bits = 0;
   int group = 0;
   int minima = 0;
   const char* path = nullptr;
   int m = 0;
-  int tiles = 1;  // packed tiles of weights side by side
-  unsigned (*scratch_bytes)() = nullptr;
+  int tiles = 1;                             // packed tiles of weights side by side
+  int d = 0;                                 // channels of a head
+  unsigned (*scratch_bytes)() = nullptr;     // none, if there is none
   std::array<EntryPoint, 9> entry_points{};  // ends at the first without a function
 };
 

@@ -102,6 +102,8 @@ def configurations() -> list[Configuration]:
 
 
 def _configuration(kernel: HostKernel) -> Configuration:
+    if kernel.op == "attention":
+        return Configuration(kernel.name, f"{kernel.op}_{kernel.activation}.cc", {"TF_D": str(kernel.d)})
     weights = "" if kernel.bits == 16 else f"_w{kernel.bits}"
     macros = {"TF_PATH": f"TF_PATH_{kernel.path.upper()}", "TF_MINIMA": str(int(kernel.minima))}
     if kernel.bits != 16:

@@ -11,6 +11,7 @@
 #include "detail/arithmetic.hpp"
 #include "detail/bfp16.hpp"
 #include "detail/block_vector.hpp"
+#include "detail/compare.hpp"
 #include "detail/convert.hpp"
 #include "detail/count.hpp"
 #include "detail/memory.hpp"

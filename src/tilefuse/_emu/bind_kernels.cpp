@@ -152,7 +152,10 @@ void bind_kernels(py::module_& m) {
       .def_readonly("path", &Kernel::path)
       .def_readonly("m", &Kernel::m)
       .def_readonly("tiles", &Kernel::tiles)
-      .def_property_readonly("scratch_bytes", [](const Kernel& kernel) { return kernel.scratch_bytes(); })
+      .def_readonly("d", &Kernel::d)
+      .def_property_readonly(
+          "scratch_bytes",
+          [](const Kernel& kernel) { return kernel.scratch_bytes == nullptr ? 0 : kernel.scratch_bytes(); })
       .def_property_readonly("entry_points", &entry_points, py::return_value_policy::reference);
   m.def("kernels", &kernels, py::return_value_policy::reference);
   m.def("packed_tiles", &packed_tiles);

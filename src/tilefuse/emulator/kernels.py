@@ -332,7 +332,7 @@ class HostKernel:
 
     name: str
     op: str
-    """``gemm`` or ``gemv``."""
+    """``gemm``, ``gemv`` or ``attention``."""
     activation: str
     """What activations arrive as: ``bf16``, or ``bfp16`` in bands of 2304 bytes."""
     bits: int
@@ -342,13 +342,16 @@ class HostKernel:
     minima: bool
     """Whether the tile has bfloat16 minima in place of zero points."""
     path: str
-    """How weights reach the multiplier: ``emulated``, ``bfp16``, ``mantissa`` or ``elementwise``."""
+    """How weights reach the multiplier: ``emulated``, ``bfp16``, ``mantissa`` or ``elementwise``; empty for attention,
+    which has no weights."""
     m: int
     """Rows of activations a call."""
     tiles: int
     """Packed tiles of weights that lie side by side: a call has 64 times as many output channels."""
+    d: int
+    """Channels of a head, attention only: 0 for the others."""
     scratch_bytes: int
-    """What ``prepare`` fills and the main entry point reads; the caller owns it."""
+    """What ``prepare`` fills and the main entry point reads; the caller owns it. 0 for attention."""
     _native: _emu.Kernel = field(repr=False, compare=False)
 
     @cached_property
@@ -368,7 +371,7 @@ class HostKernel:
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """Of the main entry point."""
+        """Of the main entry point; attention has none."""
         return self.entry_points[""].arguments
 
     def __call__(self, *arrays: npt.NDArray[Any] | int) -> None:
@@ -383,7 +386,7 @@ class HostKernel:
 def _kernels() -> Mapping[str, HostKernel]:
     kernels = (
         HostKernel(
-            k.name, k.op, k.activation, k.bits, k.group, bool(k.minima), k.path, k.m, k.tiles, k.scratch_bytes, k
+            k.name, k.op, k.activation, k.bits, k.group, bool(k.minima), k.path, k.m, k.tiles, k.d, k.scratch_bytes, k
         )
         for k in _emu.kernels()
     )

@@ -1,5 +1,7 @@
-// Conversions between vectors: unpack, to_float.
+// Conversions between vectors: unpack, to_float; and exp2.
 #pragma once
+
+#include <cmath>
 
 #include "accum.hpp"
 #include "count.hpp"
@@ -88,6 +90,20 @@ template <ElemBaseType TR = float, ElemBaseType T, unsigned Elems>
   now.mv += detail::div_up(Elems, 64);
   now.vec += 2 * detail::div_up(Elems, 64);
   return exact.template to_vector<TR>();
+}
+
+// 2^x, of fp32, and only as bfloat16. Model: the power rounded to fp32, then narrowed in the core's mode; one below the
+// normal range is 0. One instruction for 16 lanes.
+template <typename TR = bfloat16, unsigned Elems>
+  requires std::is_same_v<TR, bfloat16>
+[[nodiscard, gnu::noinline]] vector<TR, Elems> exp2(const vector<float, Elems>& v) {
+  std::array<float, Elems> powers;
+  for (unsigned i = 0; i < Elems; ++i)
+    powers[i] = v.data[i] < -126.0f ? 0.0f : static_cast<float>(std::exp2(static_cast<double>(v.data[i])));
+  vector<TR, Elems> result;
+  detail::narrow_to_bf16(powers.data(), result.data.data(), Elems);
+  detail::count::now().mv += detail::div_up(Elems, 16);
+  return result;
 }
 
 }  // namespace aie

@@ -96,8 +96,12 @@ template <BlockVector Vec>
 
 namespace detail {
 
-template <typename T>
-using tag_or_default = std::conditional_t<std::is_same_v<T, accauto>, accfloat, T>;
+// What products of A are summed in, and the only tag that AIE2P has for them.
+template <typename A>
+using product_tag = std::conditional_t<is_integer<A>, acc32, accfloat>;
+
+template <typename T, typename A>
+inline constexpr bool is_tag_of = is_one_of<T, accauto, product_tag<A>>;
 
 // What every 8 x 8 result has in common; the first mac of a new one multiplies.
 class mmul_8x8 {
@@ -191,11 +195,46 @@ struct mmul_impl<8, 8, 8, bfp16ebs8, bfp16ebs8> : mmul_8x8 {
   void mac(const vector_A_type& a, const vector_B_type& b) { multiply(a, b.operand, true); }
 };
 
+// int8 by int8: exact, and modulo 2^32 where a sum leaves int32.
+template <>
+struct mmul_impl<8, 8, 8, int8, int8> {
+  using accum_type = accum<acc32, 64>;
+  using vector_A_type = vector<int8, 64>;
+  using vector_B_type = vector<int8, 64>;
+
+  mmul_impl() = default;
+  mmul_impl(const accum_type& acc) : acc_(acc), zero_(false) {}
+
+  [[nodiscard]] accum_type to_accum() const { return acc_; }
+  operator accum_type() const { return acc_; }
+
+  static constexpr unsigned size() { return 64; }
+
+  void mul(const vector_A_type& a, const vector_B_type& b) { run(a, b, false); }
+  void mac(const vector_A_type& a, const vector_B_type& b) { run(a, b, true); }
+
+ private:
+  [[gnu::noinline]] void run(const vector_A_type& a, const vector_B_type& b, bool accumulate) {
+    if (!accumulate || zero_) acc_.data.fill(0);
+    zero_ = false;
+    for (unsigned m = 0; m < 8; ++m) {
+      std::array<int32_t, 8> dots{};
+      for (unsigned k = 0; k < 8; ++k)
+        for (unsigned n = 0; n < 8; ++n) dots[n] += a.data[8 * m + k] * b.data[8 * k + n];
+      for (unsigned n = 0; n < 8; ++n) acc_.data[8 * m + n] = sum<false>(acc_.data[8 * m + n], dots[n]);
+    }
+    ++count::now().vec;
+  }
+
+  accum_type acc_;
+  bool zero_ = true;
+};
+
 }  // namespace detail
 
 template <unsigned M_Elems, unsigned K_Elems, unsigned N_Elems, typename TypeA, typename TypeB = TypeA,
           typename AccumTag = accauto>
-  requires std::is_same_v<detail::tag_or_default<AccumTag>, accfloat>
+  requires detail::is_tag_of<AccumTag, TypeA>
 class mmul : public detail::mmul_impl<M_Elems, K_Elems, N_Elems, TypeA, TypeB> {
   using base = detail::mmul_impl<M_Elems, K_Elems, N_Elems, TypeA, TypeB>;
 
