@@ -80,6 +80,20 @@ def test_command(model: tuple[Path, Any], capfd: pytest.CaptureFixture[str], cac
     assert list(cache.glob("*.tilefuse"))
 
 
+def test_command_with_attention_by_tilefuse(model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """One tile of scores a KV head, and layer, in INT8; the tokens after the first are one query each."""
+    arguments = ["generate", str(model[0]), "-p", "w5 w17 w93", "-n", "6", "--device", "reference"]
+    assert commands.run([*arguments, "--attention", "one"]) == 0
+    err = " ".join(capfd.readouterr().err.split())
+    tiles = language_models.LAYERS * language_models.KV_HEADS
+    assert f"attention tilefuse, one: 100.0% of {tiles} score tiles in INT8; by sdpa: one query (" in err
+    assert commands.run([*arguments, "--attention", "local_sink", "--coverage", "0.25"]) == 0
+    assert "band 0.25 + diag + sink" in " ".join(capfd.readouterr().err.split())
+    for wrong, word in ((["--coverage", "0.5"], "pass --attention local_sink"), (["--attention", "bnad"], "bigbird")):
+        assert commands.run([*arguments, *wrong]) != 0
+        assert word in capfd.readouterr().err
+
+
 def test_chat_template(tmp_path: Path, model: tuple[Path, Any]) -> None:
     path, _ = model
     write_tokenizer(path, template="{% for m in messages %}w7 {{ m.content }} w8 {% endfor %}w9")

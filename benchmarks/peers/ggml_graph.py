@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -73,9 +74,16 @@ REPACKED: dict[str, tuple[Any, list[Any]]] = {
 class Ggml:
     """The functions of one build of ggml. OSError where a library or a function of it is missing."""
 
-    def __init__(self, libraries: list[Path], threads: int, *, repack: bool) -> None:
+    def __init__(
+        self,
+        libraries: list[Path],
+        threads: int,
+        *,
+        repack: bool,
+        more: Mapping[str, tuple[Any, list[Any]]] | None = None,
+    ) -> None:
         handles = [ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in libraries]
-        for name, (result, arguments) in {**SIGNATURES, **(REPACKED if repack else {})}.items():
+        for name, (result, arguments) in {**SIGNATURES, **(REPACKED if repack else {}), **(more or {})}.items():
             function = next((getattr(handle, name) for handle in handles if hasattr(handle, name)), None)
             if function is None:
                 raise OSError(f"{libraries[-1]} has no {name}")

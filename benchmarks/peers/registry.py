@@ -20,12 +20,14 @@ class Entry:
         adapter: ``MODULE[:VARIANT]`` in this package.
         home: Folder of its environment, among those that `install` makes; "" for the running one.
         environment: Variables that its process gets.
+        worker: Module that the process runs.
     """
 
     name: str
     adapter: str
     home: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    worker: str = "peers.worker"
 
 
 ENTRIES = (
@@ -77,7 +79,7 @@ def start(
     }
     started, failures = [], []
     for entry in entries:
-        command = [python_of(entry, given, folder), "-m", "peers.worker", entry.adapter]
+        command = [python_of(entry, given, folder), "-m", entry.worker, entry.adapter]
         try:
             peer = Peer(entry.name, command, {**common, **entry.environment})
             versions, contenders = peer.hello()

@@ -49,6 +49,19 @@ def time_calls(calls: Iterator[Callable[[], object]], seconds: float) -> tuple[f
             return elapsed / done, done
 
 
+def turn(calls: Iterator[Callable[[], object]], seconds: float, *, wake: bool) -> tuple[float, int]:
+    """`time_calls` without collections of garbage, after an untimed call if ``wake``."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        if wake:
+            next(calls)()
+        return time_calls(calls, seconds)
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def settle(limit: float = SETTLE_SECONDS) -> float:
     """Waits until no other thread of this process runs, at most ``limit`` seconds; returns how long it waited."""
     start = time.perf_counter()
@@ -67,8 +80,28 @@ def settle(limit: float = SETTLE_SECONDS) -> float:
     return waited
 
 
-class Worker:
+class Requests:
+    """Answers requests by its methods of their names, those in ``KNOWN``."""
+
+    KNOWN: tuple[str, ...] = ()
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Does what ``request`` says; a failure is an answer, too."""
+        arguments = dict(request)
+        what = arguments.pop("do", None)
+        if what not in self.KNOWN:
+            return {"error": f"no such request: {what!r}"}
+        try:
+            result: dict[str, Any] = getattr(self, what)(**arguments)
+            return result
+        except Exception as error:  # whatever a library raises
+            return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+class Worker(Requests):
     """Holds the products of one adapter; a method for each request."""
+
+    KNOWN = ("hello", "load", "bind", "time", "check", "unload")
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
@@ -110,15 +143,7 @@ class Worker:
     def time(self, name: str, at_least: float) -> dict[str, Any]:
         """One turn: an untimed call, which wakes its threads, unless calls are long; then ``at_least`` seconds."""
         bound, calls = self._bound[name]
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            if self._last.get(name, 0.0) < at_least:
-                next(calls)()
-            mean, done = time_calls(calls, at_least)
-        finally:
-            if collecting:
-                gc.enable()
+        mean, done = turn(calls, at_least, wake=self._last.get(name, 0.0) < at_least)
         self._last[name] = mean
         return {"seconds": mean / bound.products, "calls": done, "settled": settle()}
 
@@ -144,20 +169,8 @@ class Worker:
         gc.collect()
         return {}
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Does what ``request`` says; a failure is an answer, too."""
-        arguments = dict(request)
-        what = arguments.pop("do", None)
-        if what not in ("hello", "load", "bind", "time", "check", "unload"):
-            return {"error": f"no such request: {what!r}"}
-        try:
-            result: dict[str, Any] = getattr(self, what)(**arguments)
-            return result
-        except Exception as error:  # whatever a library raises
-            return {"error": f"{type(error).__name__}: {error}"[:500]}
 
-
-def serve(worker: Worker, requests: TextIO, answers: TextIO) -> None:
+def serve(worker: Requests, requests: TextIO, answers: TextIO) -> None:
     """Answers until the requests end."""
     for line in requests:
         answers.write(json.dumps(worker.answer(json.loads(line))) + "\n")
@@ -172,17 +185,22 @@ def adapter_of(name: str) -> Adapter:
     return made
 
 
-def main() -> int:
-    """Serves the adapter that the command line names; 3 where its library is not here."""
+def run_worker(make: Callable[[], Requests]) -> int:
+    """Answers with what ``make`` gives; the exit code: 3 where its library is not here."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        worker = Worker(adapter_of(sys.argv[1]))
+        worker = make()
     except (ImportError, OSError) as error:
         answers.write(json.dumps({"missing": f"{type(error).__name__}: {error}"[:500]}) + "\n")
         return 3
     serve(worker, sys.stdin, answers)
     return 0
+
+
+def main() -> int:
+    """Serves the adapter that the command line names."""
+    return run_worker(lambda: Worker(adapter_of(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -200,6 +200,13 @@ def generate(
     fallback: Annotated[
         str, typer.Option(help="For a layer that can't be packed: error, or dequantize it into torch.")
     ] = "error",
+    attention: Annotated[
+        str,
+        typer.Option(help="sdpa, or a layout of tilefuse routing (local_sink, band, zero, one, ...) for prefill."),
+    ] = "sdpa",
+    coverage: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share of the score tiles in INT8; by default the layout's.")
+    ] = None,
 ) -> None:
     """Generate text with a quantised model."""
     try:
@@ -219,6 +226,8 @@ def generate(
         fuse=fuse,
         head=head,
         fallback=fallback,
+        attention=attention,
+        coverage=coverage,
     )
     raise typer.Exit(status)
 

@@ -45,6 +45,9 @@ _ARGUMENTS = frozenset(
     }
 )
 
+_ATTENTION = ("sdpa", "tilefuse")
+"""Of one query, both are the same."""
+
 ROOM = 128
 """Tokens that a cache grows by."""
 
@@ -127,7 +130,7 @@ class BlockForward:
             or index >= len(cache.layers)
             or self.block.training
             or torch.is_autocast_enabled("cpu")
-            or attention.config._attn_implementation != "sdpa"
+            or attention.config._attn_implementation not in _ATTENTION
         ):
             return None
         layer = cache.layers[index]

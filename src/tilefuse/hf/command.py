@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from tilefuse.errors import FormatError, TileFuseError
+from tilefuse.hf.attention import AttentionUse, attention_use
+from tilefuse.hf.attention_config import NAME, set_attention
 from tilefuse.hf.generation import DTYPES, Generated, Loaded, check_temperature, generate, load, peak_memory, prompt_ids
 from tilefuse.hf.routing import phases_of
+from tilefuse.routing import Template, named
 from tilefuse.runtime import resolve_device, set_num_threads
+from tilefuse.tilemix.template import template
 
 
 def run(
@@ -28,6 +34,8 @@ def run(
     fuse: bool,
     head: int,
     fallback: str,
+    attention: str,
+    coverage: float | None,
 ) -> int:
     """The command with its options; returns its exit status.
 
@@ -37,6 +45,7 @@ def run(
     if dtype not in DTYPES:
         raise TileFuseError(f"dtype is {dtype!r}: there are {', '.join(DTYPES)}")
     check_temperature(temperature)
+    routing = _routing(attention, coverage)
     if threads:
         set_num_threads(threads)
         import torch
@@ -74,6 +83,8 @@ def run(
             head=head,
             fallback=fallback,
         )
+    if routing is not None:
+        set_attention(loaded.model, routing)
     ids = prompt_ids(loaded.tokenizer, prompt, chat=not raw)
 
     def show(text: str) -> None:
@@ -101,7 +112,34 @@ def figures(loaded: Loaded, done: Generated) -> list[str]:
     ]
     if phases.reason:
         lines.append(f"devices  {phases.reason}")
+    if uses := attention_use(loaded.model):
+        lines.append(f"attention {_attention(uses)}")
     return lines
+
+
+def _routing(attention: str, coverage: float | None) -> Template | None:
+    """The routing that the options ask for, None for sdpa.
+
+    Raises:
+        TileFuseError: There is no such layout, or a coverage that no layout is to have.
+    """
+    if attention == "sdpa":
+        if coverage is not None:
+            raise TileFuseError("coverage goes with a layout: pass --attention local_sink, for one")
+        return None
+    return named(attention) if coverage is None else template(attention, coverage)
+
+
+def _attention(uses: Sequence[AttentionUse]) -> str:
+    """What ran where, over all layers."""
+    calls: Counter[str] = Counter()
+    for use in uses:
+        calls += use.calls
+    tiles, int8 = sum(use.tiles for use in uses), sum(use.int8_tiles for use in uses)
+    routings = ", ".join(dict.fromkeys(use.routing or "16-bit" for use in uses))
+    ours = f"tilefuse, {routings}: {int8 / tiles:.1%} of {tiles:,} score tiles in INT8" if tiles else "no prefill"
+    by_sdpa = [f"{name.removeprefix('sdpa: ')} ({count:,} calls)" for name, count in calls.items() if name != NAME]
+    return ours + (f"; by sdpa: {', '.join(by_sdpa)}" if by_sdpa else "")
 
 
 def _where(done: Generated, phase: str) -> str:
