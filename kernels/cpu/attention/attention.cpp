@@ -209,6 +209,10 @@ class Attention {
 const AttentionKernels& attention_kernels(CpuLevel level) {
   switch (level) {
 #if defined(__x86_64__)
+    case CpuLevel::avx2:
+    case CpuLevel::avx512:
+    case CpuLevel::avx512_vnni:
+      return attention_kernels_avx2();
     case CpuLevel::avx512_bf16:
       return attention_kernels_avx512_bf16();
     case CpuLevel::avx512_bf16_model:

@@ -22,7 +22,7 @@ inline constexpr int kSumLanes = 16;
 // A row block's queries as codes.
 struct RowCodes {
   std::byte* codes = nullptr;     // in the level's layout
-  int32_t starts[kMaxBlockRows];  // -128 * the row's sum of codes: undoes the keys' bias
+  int32_t starts[kMaxBlockRows];  // what the row's sums start from, to undo the keys' bias
   float scales[kMaxBlockRows];
 };
 
@@ -79,6 +79,7 @@ struct AttentionKernels {
 
 const AttentionKernels& attention_kernels_portable();
 #if defined(__x86_64__)
+const AttentionKernels& attention_kernels_avx2();
 const AttentionKernels& attention_kernels_avx512_bf16();
 const AttentionKernels& attention_kernels_avx512_bf16_model();
 #endif
