@@ -9,13 +9,13 @@ by up to 2^-9, uniformly, so relative L2 near 2^-9 sqrt(2 / 3) = 1.6e-3, of whic
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import attention_gpu
 import ml_dtypes
 import numpy as np
 import pytest
@@ -491,26 +491,23 @@ def test_tensors_in_cpu_memory_are_refused_without_the_interpreter() -> None:
     assert issubclass(DeviceError, RuntimeError)
 
 
-INT8 = {
-    "cuda:90": "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8",
-    "hip:gfx942": "v_mfma_i32_32x32x16_i8",
-    "hip:gfx1151": "v_wmma_i32_16x16x16_iu8",
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "depth"), [("cuda:90", 128), ("hip:gfx942", 128), ("hip:gfx1151", 64)])
-def test_kernels_compile_for_real_gpus(target: str, depth: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "depth", "int8"),
+    [
+        ("cuda:90", 128, "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8"),
+        ("hip:gfx942", 128, "v_mfma_i32_32x32x16_i8"),
+        ("hip:gfx1151", 64, "v_wmma_i32_16x16x16_iu8"),
+    ],
+)
+def test_kernels_compile_for_real_gpus(target: str, depth: int, int8: str) -> None:
     """To machine code, with INT8 and bfloat16 matrix instructions, and quantisers that are left as written."""
-    script = Path(__file__).with_name("triton_targets.py")
-    code = f"import runpy, sys; sys.argv = ['', {target!r}, '{depth}']; "
-    code += f"runpy.run_path({str(script)!r}, run_name='__main__')"
-    found = json.loads(in_a_process(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)).splitlines()[-1])
-    assert found["binary"] > 0
-    assert INT8[target] in found["attend"]
-    assert any("bf16" in name for name in found["attend"])
-    assert found["shared"] <= (64 << 10 if target.startswith("hip") else 99 << 10)
+    found = attention_gpu.in_a_process(target, depth)
+    assert found.binary > 0
+    assert int8 in found.matrix
+    assert any("bf16" in name for name in found.matrix)
+    assert found.local <= (64 << 10 if target.startswith("hip") else 99 << 10)
     # Division as IEEE 754 has it, and the addition that rounds to even not folded with the subtraction after it.
-    if target == "cuda:90":
-        assert found["quantise"] == [["div.rn.f32"], ["div.rn.f32"]]
-    assert all(count > 0 for count in found["rounding"])
+    if target.startswith("cuda"):
+        assert found.divisions == [["div.rn.f32"], ["div.rn.f32"]]
+    assert all(count > 0 for count in found.roundings)

@@ -70,7 +70,7 @@ def blocks_for(target: str, depth: int, most_queries: int) -> Blocks:
     elif depth <= 64:
         chosen = Blocks(128, 64, 8, 1)
     else:
-        chosen = Blocks(64 if depth <= 128 else 32, 32, 4, 1)
+        chosen = Blocks(128, 32, 8, 1) if depth <= 128 else Blocks(32, 32, 4, 1)
     rows = min(chosen.rows, max(16, 1 << (most_queries - 1).bit_length()))
     return chosen if rows == chosen.rows else chosen._replace(rows=rows, warps=4)
 
