@@ -85,9 +85,10 @@ def attention(
     Returns:
         [B, Hq, Lq, dv] or [sum Lq, Hq, dv], of the library and dtype of q.
 
-    A NaN or Inf in q makes its row NaN, one in v the results that it counts in (0 * Inf is NaN), and one in k those of
-    all queries that see it; on the INT8 path of all queries that see any key of its block of 64, since they share a
-    scale. Values beyond bfloat16's range count as Inf. Nothing else changes, and no result is wrong without being NaN.
+    NaN and Inf are not looked for; they spread. A result is NaN where the query, a key or a value that it sees has a
+    NaN; on the INT8 path, where a key of a block of 64 that it sees some of has a NaN or an Inf, since they share a
+    scale. Other queries of its row tile of 128 may become NaN (0 * NaN is NaN), queries of other tiles that see none of
+    it never. Values beyond bfloat16's range count as Inf.
 
     Raises:
         ShapeError, DtypeError, OptionError, RoutingError, DeviceError: An argument doesn't fit; the message says which
@@ -255,6 +256,8 @@ def _shapes(q: Any, k: Any, v: Any, cu_seqlens: Any) -> tuple[Sequences, tuple[i
     shape_q, shape_k, shape_v = (axes_of(x, name, axes, wanted) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     if shape_k[:-1] != shape_v[:-1]:
         raise ShapeError(f"v has shape {list(shape_v)} and k {list(shape_k)}: all axes but the last must agree")
+    _check_dim(shape_q[-1], "q")
+    _check_dim(shape_v[-1], "v")
     if shape_q[-1] != shape_k[-1]:
         raise ShapeError(f"k has d = {shape_k[-1]} and q {shape_q[-1]} (their last axes): they must agree")
     if packed:
@@ -268,7 +271,6 @@ def _heads(shape_q: tuple[int, ...], shape_k: tuple[int, ...], packed: bool) -> 
     """Query heads, KV heads, channels."""
     heads, heads_kv, dim = shape_q[1], shape_k[1], shape_q[-1]
     _check_heads(heads, heads_kv)
-    _check_dim(dim, "q")
     return heads, heads_kv, dim
 
 

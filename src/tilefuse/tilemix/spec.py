@@ -179,7 +179,7 @@ def split_offsets(cu_seqlens: Any) -> tuple[Any, Any]:
     if (
         isinstance(cu_seqlens, tuple | list)
         and len(cu_seqlens) == 2
-        and not isinstance(cu_seqlens[0], int | np.integer)
+        and not isinstance(cu_seqlens[0], int | float | np.number)
     ):
         return cu_seqlens[0], cu_seqlens[1]
     return cu_seqlens, cu_seqlens
