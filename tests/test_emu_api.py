@@ -316,6 +316,52 @@ def test_mac_rounds_once_whatever_the_mode(mode: RoundingMode, rng: np.random.Ge
         np.testing.assert_array_equal(ops.mac(acc, a.view(np.uint16), b.view(np.uint16)), expected)
 
 
+# --- integers, choices between lanes and 2**x -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["random", "largest", "past int32"])
+def test_int8_multiplication(case: str, rng: np.random.Generator) -> None:
+    """Exact, and modulo 2**32."""
+    a, b = (rng.integers(-128, 128, (8, 8)).astype(np.int8) for _ in range(2))
+    if case != "random":
+        a[...], b[...] = -128, -128
+    acc = rng.integers(-(2**31), 2**31, 64).astype(np.int32) if case == "past int32" else np.zeros(64, np.int32)
+    exact = acc.astype(np.int64).reshape(8, 8) + a.astype(np.int64) @ b.astype(np.int64)
+    np.testing.assert_array_equal(ops.mmul_int8(a, b, acc).reshape(8, 8), exact.astype(np.int32))
+
+
+@pytest.mark.parametrize("name", ["int8_64", "int32_16"])
+def test_choices(name: str, rng: np.random.Generator) -> None:
+    """min, max, lt, ge and select."""
+    dtype, lanes = (np.int8, 64) if name == "int8_64" else (np.int32, 16)
+    ends = np.iinfo(dtype)
+    a = rng.integers(ends.min, ends.max, lanes, endpoint=True).astype(dtype)
+    b = rng.integers(ends.min, ends.max, lanes, endpoint=True).astype(dtype)
+    a[:4], b[:4] = [ends.min, ends.max, 0, 7], [ends.max, ends.min, 0, 7]
+    smaller, larger, less, not_less, chosen = getattr(ops, f"choices_{name}")(a, b)
+    np.testing.assert_array_equal(smaller, np.minimum(a, b))
+    np.testing.assert_array_equal(larger, np.maximum(a, b))
+    lanes_less = [less >> i & 1 == 1 for i in range(lanes)]
+    np.testing.assert_array_equal(lanes_less, a < b)
+    assert less ^ not_less == 2**lanes - 1
+    np.testing.assert_array_equal(chosen, np.where(a < b, b, a))
+
+
+@pytest.mark.parametrize("mode", [RoundingMode.CONV_EVEN, RoundingMode.FLOOR, RoundingMode.CEIL])
+def test_exp2(mode: RoundingMode, rng: np.random.Generator) -> None:
+    """The power in fp32, then narrowed by the core's mode; integers are exact, and below 2**-126 all is 0."""
+    x = np.concatenate([rng.uniform(-130, 127, 480), rng.uniform(-0.01, 0.01, 24), [0, 1, -1, 127, -126, -126.01, 129]])
+    x = np.append(x, -1e30).astype(np.float32)
+    with rounding_mode(mode):
+        got = ops.exp2(x).view(ml_dtypes.bfloat16).astype(np.float64)
+    with np.errstate(over="ignore"):
+        powers = np.where(x < -126, 0, np.exp2(x.astype(np.float64))).astype(np.float32)
+    with rounding_mode(mode):
+        expected = ops.to_bf16_float32(powers).view(ml_dtypes.bfloat16).astype(np.float64)
+    np.testing.assert_array_equal(got, expected)
+    assert got[-8:].tolist() == [1, 2, 0.5, 2.0**127, 2.0**-126, 0, np.inf, 0]
+
+
 # --- reordering -------------------------------------------------------------------------------------------------------
 
 
@@ -373,11 +419,13 @@ def test_faults(what: str, right: Iterable[int], wrong: Iterable[int], says: str
 @pytest.mark.parametrize(
     ("name", "load", "ldb", "st_", "mv", "vec"),
     # The rows of the reference's table of inner loops, per iteration: loads counted 4; 4 + 2 pops + 2 fills; 2 and 2
-    # unpacks.
+    # unpacks. Then two INT8 products that share an operand; and a comparison, a maximum, a choice and 2**x of 16 lanes.
     [
         ("bf16_8x8x8", 4, 0, 2, 4, 2),
         ("bfp16_weights_4_tiles", 8, 0, 2, 2, 5),
         ("dequant_gemv_32", 2, 2, 2, 1, 4),
+        ("scores_int8", 3, 0, 0, 0, 2),
+        ("weights_16", 0, 0, 0, 4, 0),
     ],
 )
 def test_slots_of_known_loops(name: str, load: int, ldb: int, st_: int, mv: int, vec: int) -> None:

@@ -42,6 +42,11 @@ CASES = {
         "mmul<8, 8, 8, bfloat16, bfloat16, accfloat> m;",
         "mmul<8, 8, 8, bfloat16, bfloat16, acc32> m;",
     ),
+    "mmul float sums of int8": ("mmul<8, 8, 8, int8, int8, acc32> m;", "mmul<8, 8, 8, int8, int8, accfloat> m;"),
+    "mmul int8 that starts from floats": (
+        "mmul<8, 8, 8, int8, int8> m(acc.cast_to<acc32>());",
+        "mmul<8, 8, 8, int8, int8> m(acc);",
+    ),
     "bfp16 operand that is not transposed": (
         "mmul<8, 8, 8, bfp16ebs8, bfp16ebs8> m; m.mac(block, op_transpose(block));",
         "mmul<8, 8, 8, bfp16ebs8, bfp16ebs8> m; m.mac(block, block);",
@@ -106,6 +111,17 @@ CASES = {
     "arithmetic on nibbles": (
         "(void)add(codes, codes);",
         "const auto n = codes.cast_to<int4>(); (void)add(n, n);",
+    ),
+    # AIE2P has 2**x of fp32, as bfloat16; how its library compares floats is not emulated.
+    "exp2 with a float result": (
+        "(void)exp2<bfloat16>(acc.extract<32>(0).to_vector<float>());",
+        "(void)exp2<float>(acc.extract<32>(0).to_vector<float>());",
+    ),
+    "exp2 of bf16": ("(void)exp2(acc.extract<32>(0).to_vector<float>());", "(void)exp2(v);"),
+    "maximum of bf16": ("(void)max(codes, codes);", "(void)max(v, v);"),
+    "selection by a mask of another size": (
+        "(void)select(v, v, lt(codes, codes));",
+        "(void)select(v, v, lt(codes, codes).extract<32>(0));",
     ),
     "transpose of 32-bit elements": ("(void)transpose(v, 8, 8);", "(void)transpose(acc.to_vector<float>(), 8, 8);"),
 }

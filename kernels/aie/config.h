@@ -63,8 +63,8 @@
 #define TF_GEMV_NAME TF_FULL_NAME(gemv_bf16_, TF_WEIGHTS_NAME, TF_PATH_NAME, 128x64)
 #define TF_ATTENTION_NAME TF_FULL_NAME(attention_bf16_d, TF_D, _, 32x64)
 
-// A .cc defines TF_NAME as TF_GEMM_NAME, TF_BAND_NAME, TF_GEMV_NAME or TF_ATTENTION_NAME (and undefines it at its end). The main entry
-// point is TF_NAME, the others are TF_KERNEL(zero), TF_KERNEL(prepare), ...
+// A .cc defines TF_NAME as TF_GEMM_NAME, TF_BAND_NAME, TF_GEMV_NAME or TF_ATTENTION_NAME (and undefines it at its end).
+// The main entry point is TF_NAME, the others are TF_KERNEL(zero), TF_KERNEL(prepare), ...
 #define TF_KERNEL(stem) TF_SUFFIXED(TF_NAME, _##stem)
 #define TF_NAMESPACE TF_SUFFIXED(TF_NAME, _impl)
 

@@ -91,6 +91,20 @@ class operations:
     @staticmethod
     def mmul_bf16(a: npt.NDArray[np.uint16], b: npt.NDArray[np.uint16], /) -> npt.NDArray[np.float32]: ...
     @staticmethod
+    def mmul_int8(
+        a: npt.NDArray[np.int8], b: npt.NDArray[np.int8], acc: npt.NDArray[np.int32], /
+    ) -> npt.NDArray[np.int32]: ...
+    @staticmethod
+    def exp2(x: npt.NDArray[np.float32], /) -> npt.NDArray[np.uint16]: ...
+    @staticmethod
+    def choices_int8_64(
+        a: npt.NDArray[np.int8], b: npt.NDArray[np.int8], /
+    ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8], int, int, npt.NDArray[np.int8]]: ...
+    @staticmethod
+    def choices_int32_16(
+        a: npt.NDArray[np.int32], b: npt.NDArray[np.int32], /
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int, int, npt.NDArray[np.int32]]: ...
+    @staticmethod
     def interleave_u8_64(
         a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8], chunk: int, zip: bool, /
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...

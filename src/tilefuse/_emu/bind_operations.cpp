@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <aie_api/aie.hpp>
+#include <array>
 #include <string>
 
 #include "bindings.h"
@@ -109,6 +110,27 @@ py::tuple interleave(const Array<element_of<T>>& a, const Array<element_of<T>>& 
   return py::make_tuple(one, other);
 }
 
+// (smaller, larger, bits of less, bits of not less, lanes of `a` where they are clear and of `b` where they are set)
+template <typename T, unsigned Elems>
+void bind_choices(py::module_& m, const std::string& name) {
+  m.def(("choices_" + name).c_str(), [](const Array<T>& a, const Array<T>& b) {
+    const auto v = take<T, Elems>(a);
+    const auto w = take<T, Elems>(b);
+    std::array<Array<T>, 3> out{Array<T>(Elems), Array<T>(Elems), Array<T>(Elems)};
+    give(aie::min(v, w), out[0]);
+    give(aie::max(v, w), out[1]);
+    const auto less = aie::lt(v, w);
+    give(aie::select(v, w, less), out[2]);
+    const auto bits = [](const aie::mask<Elems>& mask) {
+      if constexpr (Elems == 64)
+        return mask.to_uint64();
+      else
+        return static_cast<uint64_t>(mask.to_uint32());
+    };
+    return py::make_tuple(out[0], out[1], bits(less), bits(aie::ge(v, w)), out[2]);
+  });
+}
+
 // Sequences whose slots the reference's table gives (section 7 there); the counts are read with `counts()`.
 void sequence(const std::string& name) {
   alignas(64) static const std::array<uint8_t, 4096> memory{};
@@ -139,6 +161,19 @@ void sequence(const std::string& name) {
     const auto codes = aie::unpack(aie::unpack(aie::load_v<32>(reinterpret_cast<const uint4*>(memory.data()))));
     const auto weights = aie::mul(aie::to_float<bfloat16>(codes), scale).to_vector<bfloat16>();
     acc = aie::mac(acc, aie::load_v<32>(bf16s), weights);
+  } else if (name == "scores_int8") {
+    const auto* codes = reinterpret_cast<const int8*>(memory.data());
+    aie::mmul<8, 8, 8, int8, int8> first, second;
+    const aie::detail::count::scope region("loop");
+    const auto b = aie::load_v<64>(codes + 128);
+    first.mac(aie::load_v<64>(codes), b);
+    second.mac(aie::load_v<64>(codes + 64), b);
+  } else if (name == "weights_16") {
+    const auto x = aie::load_v<16>(reinterpret_cast<const float*>(memory.data()));
+    const aie::detail::count::scope region("loop");
+    const auto bits = x.cast_to<int32>();
+    const auto kept = aie::select(bits, aie::max(bits, bits), aie::lt(bits, bits));
+    (void)aie::exp2<bfloat16>(kept.cast_to<float>());
   } else {
     throw py::value_error("no sequence '" + name + "'");
   }
@@ -213,6 +248,18 @@ void bind_operations(py::module_& m) {
     give(product.to_vector<float>(), out);
     return out;
   });
+  ops.def("mmul_int8", [](const Array<int8_t>& a, const Array<int8_t>& b, const Array<int32_t>& acc) {
+    aie::mmul<8, 8, 8, int8, int8> product(aie::accum<acc32, 64>(take<int32, 64>(acc)));
+    product.mac(take<int8, 64>(a), take<int8, 64>(b));
+    Array<int32_t> out(64);
+    std::memcpy(out.mutable_data(), product.to_accum().data.data(), 256);
+    return out;
+  });
+  ops.def("exp2", [](const Array<float>& in) {
+    return map<bfloat16, float, 32>(in, [](const auto& v) { return aie::exp2<bfloat16>(v); });
+  });
+  bind_choices<int8, 64>(ops, "int8_64");
+  bind_choices<int32, 16>(ops, "int32_16");
   ops.def("interleave_u8_64", &interleave<uint8, 64>);
   ops.def("interleave_bf16_64", &interleave<bfloat16, 64>);
   ops.def("interleave_bf16_16", &interleave<bfloat16, 16>);
