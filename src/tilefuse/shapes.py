@@ -150,8 +150,9 @@ def attention_plan(
     causal: bool = True,
     window: int | None = None,
     columns: int = arch.COLUMNS,
+    share: int | None = None,
 ) -> plan.AttentionPlan:
-    """The plan of one sequence, of a routing by its name.
+    """The plan of one sequence, of a routing by its name; the other arguments are `tilefuse.plan.attention`'s.
 
     Raises:
         PlanError: The array can't run it, or there is no such routing.
@@ -161,7 +162,7 @@ def attention_plan(
     except RoutingError as error:
         raise PlanError(str(error)) from None
     lengths = npu_streams.lengths(routed.grid, routed)
-    return plan.attention([lengths], heads=heads, kv_heads=kv_heads, d=d, columns=columns)
+    return plan.attention([lengths], heads=heads, kv_heads=kv_heads, d=d, columns=columns, share=share)
 
 
 def wanted(shapes: Shapes) -> dict[Configuration | AttentionConfiguration, list[Wanted]]:

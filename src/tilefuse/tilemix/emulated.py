@@ -59,8 +59,10 @@ def plan_of(
     *,
     open_block_16bit: bool = False,
     columns: int = arch.COLUMNS,
+    blocks: int | None = None,
+    share: int | None = None,
 ) -> AttentionPlan:
-    """The plan of some sequences with the same heads.
+    """The plan of some sequences with the same heads; the last three arguments are `tilefuse.plan.attention`'s.
 
     Raises:
         PlanError: The array can't run it; the message says which limit.
@@ -71,7 +73,8 @@ def plan_of(
         for sequence, routing in zip(sequences, routings, strict=True)
     ]
     d = head_dim(first.q.shape[-1], first.v.shape[-1])
-    return plan.attention(described, heads=len(first.q), kv_heads=len(first.k), d=d, columns=columns)
+    heads, kv_heads = len(first.q), len(first.k)
+    return plan.attention(described, heads=heads, kv_heads=kv_heads, d=d, columns=columns, blocks=blocks, share=share)
 
 
 def attend(
@@ -98,6 +101,17 @@ def attend(
         DeviceError: The emulator is not installed.
     """
     chosen = plan_of(sequences, routings, open_block_16bit=open_block_16bit, columns=columns)
+    return run(chosen, sequences, scale, quantising)
+
+
+def run(
+    chosen: AttentionPlan, sequences: Sequence[Operands], scale: float, quantising: Quantising | None = None
+) -> Attended:
+    """As `attend`, by a plan of these sequences.
+
+    Raises:
+        DeviceError: The emulator is not installed.
+    """
     y = aligned_empty(chosen.y_words * arch.WORD).view(np.int32)
     report = None
     if chosen.steps:
@@ -108,7 +122,16 @@ def attend(
     return Attended([each[..., :dv] for each in out], lse, report)
 
 
-def _run(chosen: AttentionPlan, *buffers: npu_streams.Words) -> Any:
+def time(chosen: AttentionPlan) -> Any:
+    """The `tilefuse.emulator.timing.Report` of a plan's run, *modelled*, without computing it.
+
+    Raises:
+        DeviceError: The emulator is not installed.
+    """
+    return _run(chosen, npu_streams.pack_counts(chosen), None, None, timing_only=True)
+
+
+def _run(chosen: AttentionPlan, *buffers: npu_streams.Words | None, timing_only: bool = False) -> Any:
     try:
         from tilefuse.designs.attention import attention
         from tilefuse.emulator import iron
@@ -120,7 +143,7 @@ def _run(chosen: AttentionPlan, *buffers: npu_streams.Words) -> Any:
     program = attention(iron, chosen)
     loaded: dict[Any, iron.Configuration] = _LOADED.__dict__.setdefault("configurations", {})
     array = loaded.pop(chosen.configuration, None) or iron.load(program)
-    report = array.run(program, *buffers)
+    report = array.run(program, *buffers, timing_only=timing_only)
     # Only now: what a failed run leaves hangs.
     loaded[chosen.configuration] = array
     return report

@@ -98,13 +98,22 @@ def pack_queries(plan: AttentionPlan, sequences: Sequence[Operands], scale: floa
     config = plan.configuration
     factor = score_factor(scale)
     tiled = [_query_objects(config, sequence, factor, quantising) for sequence in sequences]
-    nobody = np.zeros((arch.CORE_ROWS, config.q_object), np.uint8)
-    out = aligned_empty(plan.q_words * arch.WORD).reshape(-1, arch.CORE_ROWS, config.q_object)
-    head = out[..., :HEADER_BYTES].view(np.int32)
-    for number, (item, query_head) in enumerate(plan.slots()):
-        out[number] = nobody if query_head == NO_HEAD else tiled[item.sequence][query_head, item.query_tile]
-        head[number, :, :2] = item.counts
+    out = pack_counts(plan).view(np.uint8).reshape(-1, arch.CORE_ROWS, config.q_object)
+    behind = 2 * arch.WORD
+    for number, (item, head) in enumerate(plan.slots()):
+        if head != NO_HEAD:
+            out[number, :, behind:] = tiled[item.sequence][head, item.query_tile, :, behind:]
     return out.reshape(-1).view(np.int32)
+
+
+def pack_counts(plan: AttentionPlan) -> Words:
+    """The buffer ``q`` with zeros for queries: the counts of tiles are all that the cores' loops go by."""
+    out = aligned_empty(plan.q_words * arch.WORD).view(np.int32)
+    out[...] = 0
+    heads = out.reshape(-1, arch.CORE_ROWS, plan.configuration.q_object // arch.WORD)
+    for number, (item, _) in enumerate(plan.slots()):
+        heads[number, :, :2] = item.counts
+    return out
 
 
 def _query_objects(
