@@ -47,8 +47,8 @@ class AttentionCycles:
 
 
 _KERNELS = {
-    64: KernelCycles(begin=150, int8_scores=600, wide_scores=600, softmax=1500, values=600, store=100),
-    128: KernelCycles(begin=280, int8_scores=1100, wide_scores=1200, softmax=1500, values=1200, store=200),
+    64: KernelCycles(begin=156, int8_scores=598, wide_scores=492, softmax=1460, values=688, store=167),
+    128: KernelCycles(begin=284, int8_scores=960, wide_scores=876, softmax=1460, values=1336, store=231),
 }
 
 

@@ -203,8 +203,9 @@ class AttentionPlan:
 
     @property
     def kv_words(self) -> int:
-        """Words of the keys' and values' buffer."""
-        return self.int8_offset + (self.all_tiles * self.tile_words(int8=True) if self.has_int8 else 0)
+        """Words of the keys' and values' buffer; one that nobody reads where no query sees a key."""
+        words = self.int8_offset + (self.all_tiles * self.tile_words(int8=True) if self.has_int8 else 0)
+        return max(words, 1)
 
     # --- what it takes ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tilefuse.arrays import is_torch
 from tilefuse.errors import DeviceError, DtypeError, OptionError, ShapeError
-from tilefuse.tilemix import cpu, oracle
+from tilefuse.tilemix import cpu, emulated, oracle
 from tilefuse.tilemix.cache import CacheView, view_of
 from tilefuse.tilemix.maps import assemble, call_maps, context_maps
 from tilefuse.tilemix.operands import Operand, axes_of, operand, target
@@ -27,7 +27,7 @@ from tilefuse.tilemix.spec import (
     split_offsets,
 )
 
-BACKENDS = ("cpu", "triton", "reference")
+BACKENDS = ("cpu", "triton", "emulator", "reference")
 
 _MOST_WINDOW = 1 << 30
 
@@ -79,8 +79,9 @@ def attention(
         return_lse: Whether to return (out, lse): float32 [B, Hq, Lq] or [sum Lq, Hq], the natural logarithm of the sum
             of exponentials.
         out: Where the result is written, and returned; any of the three dtypes, any strides.
-        backend: "cpu"; "triton" for torch tensors on a GPU, or in Triton's interpreter; "reference", NumPy, slow.
-            None: "triton" for tensors on a GPU, else "cpu".
+        backend: "cpu"; "triton" for torch tensors on a GPU, or in Triton's interpreter; "emulator", the NPU's design
+            and kernels on an array in software, for heads of up to 128 and finite values, results rounded to bfloat16;
+            "reference", NumPy; the last two slow. None: "triton" for tensors on a GPU, else "cpu".
 
     Returns:
         [B, Hq, Lq, dv] or [sum Lq, Hq, dv], of the library and dtype of q.
@@ -155,6 +156,8 @@ def attention(
     )
     if chosen == "reference":
         oracle.run(call, maps)
+    elif chosen == "emulator":
+        emulated.run_call(call, maps)
     else:
         cpu.run(call)
     return _result(call, result, late)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,11 @@ from tilefuse.attention_configurations import HEAD_DIMS
 from tilefuse.errors import DeviceError, PlanError
 from tilefuse.plan import AttentionPlan
 from tilefuse.tilemix import npu_streams
+from tilefuse.tilemix.grid import Grid
 from tilefuse.tilemix.npu_streams import Operands, Quantising
+from tilefuse.tilemix.reference import Smoothing
 from tilefuse.tilemix.routing_map import Routing
+from tilefuse.tilemix.spec import Call
 
 Float32 = npt.NDArray[np.float32]
 
@@ -51,6 +54,43 @@ def head_dim(d: int, dv: int) -> int:
     if found is None:
         raise PlanError(f"heads of {max(d, dv)}: the array's kernels take up to {HEAD_DIMS[-1]}; take the CPU")
     return found
+
+
+def run_call(call: Call, maps: Sequence[Routing | None]) -> None:
+    """Writes the results of a call of `tilefuse.attention`; all its sequences are one run.
+
+    Raises:
+        PlanError: The array can't run it.
+        QuantizationError: q, k or v has a value that is not finite in bfloat16.
+        DeviceError: The emulator is not installed.
+    """
+    assert call.k is not None
+    assert call.v is not None
+    arrays = [x.numpy() for x in (call.q, call.k, call.v)]
+    spans = call.sequences
+    sequences, rows_of = [], []
+    for b in range(spans.batch):
+        lengths = int(spans.q_len[b]), int(spans.k_len[b])
+        starts = int(spans.q_first[b]), int(spans.k_first[b])
+        rows, keys = (slice(start, start + count) for start, count in zip(starts, lengths, strict=True))
+        if spans.packed:
+            q, k, v = (x[span].swapaxes(0, 1) for x, span in zip(arrays, (rows, keys, keys), strict=True))
+        else:
+            q, k, v = (x[b] for x in arrays)
+        sequences.append(Operands(q, k, v, Grid(*lengths, causal=call.causal, window=call.window)))
+        rows_of.append(rows)
+    quantising = Quantising(cast(Literal["row", "block"], call.quant.q), cast(Smoothing, call.quant.smooth))
+    found = attend(sequences, maps, call.scale, quantising)
+    out = call.out.numpy()
+    for b, rows in enumerate(rows_of):
+        if spans.packed:
+            out[rows] = found.out[b].swapaxes(0, 1).astype(out.dtype)
+        else:
+            out[b] = found.out[b].astype(out.dtype)
+        if call.lse is not None and spans.packed:
+            call.lse[rows] = found.lse[b].T
+        elif call.lse is not None:
+            call.lse[b] = found.lse[b]
 
 
 def plan_of(
@@ -98,8 +138,11 @@ def attend(
 
     Raises:
         PlanError: The array can't run it.
+        QuantizationError: q, k or v has a value that is not finite in bfloat16.
         DeviceError: The emulator is not installed.
     """
+    if not sequences:
+        return Attended([], [], None)
     chosen = plan_of(sequences, routings, open_block_16bit=open_block_16bit, columns=columns)
     return run(chosen, sequences, scale, quantising)
 

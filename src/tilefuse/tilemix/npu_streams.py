@@ -26,6 +26,7 @@ from tilefuse.attention_configurations import (
     WIDE_OBJECTS,
     AttentionConfiguration,
 )
+from tilefuse.errors import QuantizationError
 from tilefuse.plan.score_tiles import NO_HEAD, AttentionPlan, Lengths
 from tilefuse.tilemix import npu_operands
 from tilefuse.tilemix.grid import Grid
@@ -71,7 +72,7 @@ def lengths(grid: Grid, routing: Routing | None, *, open_block_16bit: bool = Fal
         int8 = np.zeros((1, grid.row_tiles, grid.key_tiles), np.bool_)
     else:
         bits = routing.bits()
-        int8 = bits.reshape(-1, *bits.shape[-2:])[..., tiles // routing.grid.group]
+        int8 = (bits if bits.ndim == 3 else bits[None])[..., tiles // routing.grid.group]
     if open_block_16bit and grid.key_len % KEY_TILE:
         int8 = int8.copy()
         int8[..., -1] = False
@@ -88,16 +89,36 @@ def pack(
         sequences: Their operands; heads smaller than the plan's d are padded with zeros.
         scale: Of the scores, before the softmax.
         quantising: How INT8 operands are made.
+
+    Raises:
+        QuantizationError: A value is NaN or infinite, in bfloat16 too: bfp16 has neither.
     """
     chosen = quantising or Quantising()
+    for number, sequence in enumerate(sequences):
+        for name in ("q", "k", "v"):
+            _check_finite(getattr(sequence, name), f"{name} of sequence {number}" if len(sequences) > 1 else name)
     return pack_queries(plan, sequences, scale, chosen), pack_keys(plan, sequences, chosen)
+
+
+def _check_finite(x: Array, what: str) -> None:
+    with np.errstate(over="ignore"):
+        wrong = np.argwhere(~np.isfinite(to_bf16(x)))
+    if len(wrong):
+        at = ", ".join(map(str, wrong[0]))
+        raise QuantizationError(
+            f"{what}[{at}] is {x[tuple(wrong[0])]}: the array's multipliers take finite numbers, in bfloat16; use "
+            'backend="cpu"'
+        )
 
 
 def pack_queries(plan: AttentionPlan, sequences: Sequence[Operands], scale: float, quantising: Quantising) -> Words:
     """The buffer ``q``: each column's query tiles in the order of its work, a core's 32 rows as one object."""
     config = plan.configuration
     factor = score_factor(scale)
-    tiled = [_query_objects(config, sequence, factor, quantising) for sequence in sequences]
+    tiled = [
+        _query_objects(config, sequence, factor, quantising) if sequence.grid.row_tiles else np.empty(0, np.uint8)
+        for sequence in sequences
+    ]
     out = pack_counts(plan).view(np.uint8).reshape(-1, arch.CORE_ROWS, config.q_object)
     behind = 2 * arch.WORD
     for number, (item, head) in enumerate(plan.slots()):
@@ -151,6 +172,8 @@ def pack_keys(plan: AttentionPlan, sequences: Sequence[Operands], quantising: Qu
     payload = config.kv_object - META_BYTES
     for number, sequence in enumerate(sequences):
         shape = (plan.kv_heads, plan.key_tiles[number])
+        if not shape[1]:
+            continue
         first = np.arange(shape[1], dtype=np.int32)[:, None] * KEY_TILE
         values = npu_operands.values(_tiles(to_bf16(sequence.v), config.d))
         start, count = plan.first_tiles[number], shape[0] * shape[1]
