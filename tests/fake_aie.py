@@ -12,7 +12,7 @@ class Handle:
     def __init__(self, fifo):
         self.fifo = fifo
 
-    def fill(self, host, *, tap, group):
+    def fill(self, host, *, tap, group, wait=False):
         TASKS.append(f"fill {self.fifo.name} {tap.offset} {tap.sizes} {tap.strides}")
 
     def drain(self, host, *, tap, wait, group):

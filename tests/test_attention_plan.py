@@ -13,7 +13,7 @@ from tilefuse import plan as planning
 from tilefuse.attention_configurations import AttentionConfiguration
 from tilefuse.errors import PlanError
 from tilefuse.plan import AttentionPlan, Lengths
-from tilefuse.plan.attention_costs import cycles_of
+from tilefuse.plan.attention_costs import cycles_of, kernel_cycles
 from tilefuse.routing import named
 from tilefuse.tilemix.grid import Grid
 from tilefuse.tilemix.npu_streams import lengths
@@ -239,3 +239,21 @@ def test_a_plan_prints() -> None:
     assert "attention of 1024 queries, 1024 keys, 4 heads (1 of keys), d = 64" in text
     assert "modelled" in text
     assert plan.details().count("\n") == plan.tasks
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_kernels_cycles(d: int) -> None:
+    """The planner's figures are the host build's counts to within a tenth."""
+    binding = pytest.importorskip("tilefuse.emulator.binding")
+    known = kernel_cycles(d)
+    entries = {
+        "begin": known.begin,
+        "scores_int8": known.int8_scores,
+        "scores_bf16": known.wide_scores,
+        "softmax": known.softmax,
+        "values": known.values,
+        "store": known.store,
+    }
+    for stem, cycles in entries.items():
+        counted = binding.entry_cycles(AttentionConfiguration(d).kernel, stem)
+        assert cycles == pytest.approx(counted, rel=0.1), stem
