@@ -125,7 +125,7 @@ def all_kernels(op: str, activation: str = "bf16") -> list[HostKernel]:
     """The kernels of an operation and kind of activation, quantised ones first, by path, bits and group."""
     everything = [kernels.get(name) for name in kernels.names()]
     listed = [kernel for kernel in everything if (kernel.op, kernel.activation) == (op, activation)]
-    return sorted(listed, key=lambda k: (k.bits == 16, k.path, k.bits, k.group, k.minima, k.m, k.tiles))
+    return sorted(listed, key=lambda k: (k.bits == 16, k.path, k.bits, k.group, k.minima, k.m, k.tiles, k.d))
 
 
 def slots_text(slots: Slots) -> list[str]:

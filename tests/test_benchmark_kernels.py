@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,25 @@ def test_band_target() -> None:
     rows = {row.split("`")[1]: row.split(" | ")[-1] for row in benchmark.band_table().splitlines()[2:]}
     assert rows["gemm_bfp16_w4g128_mantissa_16x128x64"] == "228 |"
     assert rows["gemm_bfp16_w4g128_mantissa_16x128x128"] == "455 |"
+
+
+def test_attention_figures(repository: Path) -> None:
+    """docs/kernels.md has the counts; INT8 scores are worth a fifth of a tile, and all of it more than a seventh of the
+    multiplier's peak."""
+    page = (repository / "docs" / "kernels.md").read_text()
+    for d in (64, 128):
+        products = 2 * 32 * 64 * d
+        cycles = {
+            int8: sum(c.cycles for c in benchmark.attention_tile(d, int8=int8).values()) for int8 in (True, False)
+        }
+        first = sum(c.cycles for c in benchmark.attention_tile(d, int8=True, grown=True).values())
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| d = {d} |")]
+        numbers = [int(number) for number in re.findall(r"\d+", row.split("|", 2)[2])]
+        shares = [value for n in cycles.values() for value in (n, products / n, 100 * products / n / benchmark.PEAK)]
+        streams = [objects * (72 * d + 64) // 4 for objects in (3, 4)]
+        assert numbers == [round(value) for value in shares] + [first, *streams]
+        assert cycles[False] > 1.2 * cycles[True]
+        assert products / cycles[False] > benchmark.PEAK / 7
 
 
 def test_inner_loop_is_what_the_source_says() -> None:

@@ -36,7 +36,8 @@
 //   o   fp32 [4 of rows][d/8] blocks of [8][8]
 //   scores, state, p: kScoresBytes, kStateBytes, kPBytes; the kernels' own.
 //
-// Keys past the end of the sequence, in its last tile, are zeros: they are masked. So are the causal edge and the
+// All operands are finite, and exponents, in base 2, below 2^29. Keys past the end of the sequence, in its last tile,
+// are zeros: they are masked. So are the causal edge and the
 // window, in the rows that they cross, and without a mask in memory: softmax compares positions.
 #pragma once
 
