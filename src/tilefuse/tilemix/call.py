@@ -10,7 +10,7 @@ import numpy as np
 
 from tilefuse.arrays import is_torch
 from tilefuse.errors import DeviceError, DtypeError, OptionError, ShapeError
-from tilefuse.tilemix import cpu, emulated, oracle
+from tilefuse.tilemix import cpu, oracle
 from tilefuse.tilemix.cache import CacheView, view_of
 from tilefuse.tilemix.maps import assemble, call_maps, context_maps
 from tilefuse.tilemix.operands import Operand, axes_of, operand, target
@@ -157,6 +157,8 @@ def attention(
     if chosen == "reference":
         oracle.run(call, maps)
     elif chosen == "emulator":
+        from tilefuse.tilemix import emulated  # plans and streams are of no use to others
+
         emulated.run_call(call, maps)
     else:
         cpu.run(call)
