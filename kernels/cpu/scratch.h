@@ -9,8 +9,14 @@
 #include <memory>
 #include <new>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace tilefuse {
 namespace {
+
+inline constexpr int64_t kHugePage = int64_t{2} << 20;
 
 // One a thread and purpose.
 class Scratch {
@@ -19,9 +25,14 @@ class Scratch {
     if (bytes > size_) {
       memory_.reset();
       size_ = 0;
-      const auto rounded = static_cast<size_t>((bytes + 4095) / 4096 * 4096);
-      memory_.reset(static_cast<std::byte*>(std::aligned_alloc(4096, rounded)));
+      const int64_t page = bytes > kHugePage / 8 ? kHugePage : 4096;
+      const auto rounded = static_cast<size_t>((bytes + page - 1) / page * page);
+      memory_.reset(static_cast<std::byte*>(std::aligned_alloc(static_cast<size_t>(page), rounded)));
       if (!memory_) throw std::bad_alloc();
+#if defined(__linux__)
+      // Kernels read some of it with long strides: with small pages they would wait for translations.
+      if (page == kHugePage) madvise(memory_.get(), rounded, MADV_HUGEPAGE);
+#endif
       size_ = static_cast<int64_t>(rounded);
     }
     return memory_.get();

@@ -16,7 +16,7 @@ constexpr int64_t kStoreBytes = int64_t{128} << 20;
 constexpr int64_t kPackBlocks = 8;  // to a task of a thread
 
 // Rows of a row tile that are attended together, so that their state stays in the L2 cache.
-constexpr int64_t kStateBytes = 384 << 10;
+constexpr int64_t kStateBytes = 512 << 10;
 
 // Below this many products a call takes some microseconds, as long as waking a thread.
 constexpr int64_t kSerialProducts = int64_t{1} << 19;
