@@ -19,6 +19,7 @@ struct KeyBlock {
   const std::byte* v16 = nullptr;
   const std::byte* v8 = nullptr;
   const float* v_scales = nullptr;
+  mutable int finite = -1;  // whether its values are; -1: not looked at yet
 };
 
 inline KeyBlock block_at(const BlockLayout& layout, const std::byte* at) {
@@ -31,6 +32,23 @@ inline KeyBlock block_at(const BlockLayout& layout, const std::byte* at) {
                     .v_scales = reinterpret_cast<const float*>(part(layout.v_scales))};
   if (block.k8 != nullptr) std::memcpy(&block.k_scale, at + layout.k_scale, sizeof(float));
   return block;
+}
+
+inline bool all_finite(const uint16_t* x, int64_t count) {
+  uint32_t bad = 0;
+  for (int64_t i = 0; i < count; ++i) bad |= static_cast<uint32_t>((x[i] & 0x7f80U) == 0x7f80U);
+  return bad == 0;
+}
+
+inline bool values_finite(const KeyBlock& block, const BlockLayout& layout) {
+  if (block.finite < 0) {
+    bool finite = all_finite(reinterpret_cast<const uint16_t*>(block.v16), kKeyBlock * layout.padded_dv());
+    for (int64_t j = 0; block.v_scales != nullptr && j < kKeyBlock; ++j) {
+      finite = finite && (__builtin_bit_cast(uint32_t, block.v_scales[j]) & kFloatExponent) != kFloatExponent;
+    }
+    block.finite = finite ? 1 : 0;
+  }
+  return block.finite == 1;
 }
 
 inline KeyBlock cached_block(const AttentionProblem& p, const AttentionSequence& s, int64_t kv_head, int64_t t) {

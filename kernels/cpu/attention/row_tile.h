@@ -240,6 +240,7 @@ class RowTile {
     Chunk chunk;
     chunk.blocks = count;
     int any = 0;
+    bool leaks = false;
     for (int b = 0; b < count; ++b) {
       const int64_t key0 = tile_list_[at + b] * kKeyBlock;
       const int64_t end = std::clamp<int64_t>(bottom.end - key0, 0, kKeyBlock);
@@ -262,26 +263,64 @@ class RowTile {
         std::fill_n(chunk.multiplier[b], rows, std::max(exponent_scale_, kSmallest));
         std::fill_n(chunk.offset[b], rows, 0.0F);
       }
-      if (top.end < key0 + keys || bottom.begin > key0) mask(i, key0, keys, scores);
+      if (top.end < key0 + keys || bottom.begin > key0) {
+        mask(i, key0, keys, scores, chunk, b);
+        leaks = leaks || !values_finite(blocks[b], layout_);
+      }
     }
     if (any == 0) return;
     float rescale[kMaxBlockRows];
     k_.softmax(scores_, rows, chunk, states_[i], rescale, probabilities_);
     const int64_t dv = layout_.padded_dv();
-    k_.values(probabilities_, rows, chunk, dv, started_[i] == 0 ? nullptr : rescale, out_ + row * dv);
+    const float* worth = started_[i] == 0 ? nullptr : rescale;
+    if (leaks) {
+      values_row_by_row(i, at, chunk, worth);
+    } else {
+      k_.values(probabilities_, rows, chunk, dv, worth, out_ + row * dv);
+    }
     started_[i] = 1;
   }
 
   // A masked score times 0 would be NaN. (std::max returns its first argument if one is NaN.)
   static constexpr float kSmallest = std::numeric_limits<float>::min();
 
-  void mask(int64_t block, int64_t key0, int keys, float* scores) const {
+  void mask(int64_t block, int64_t key0, int keys, float* scores, Chunk& chunk, int b) const {
     for (int r = 0; r < rows_in(block); ++r, scores += kChunkKeys) {
       const Sight sight = sight_of(p_, s_, position_of(block * k_.rows + r));
       const int64_t begin = std::clamp<int64_t>(sight.begin - key0, 0, keys);
       const int64_t end = std::clamp<int64_t>(sight.end - key0, begin, keys);
       std::fill(scores, scores + begin, -std::numeric_limits<float>::infinity());
       std::fill(scores + end, scores + keys, -std::numeric_limits<float>::infinity());
+      if (begin == end) {
+        // The scale of a block that the row doesn't see may be NaN.
+        chunk.multiplier[b][r] = 1.0F;
+        chunk.offset[b][r] = 0.0F;
+      }
+    }
+  }
+
+  // Where a value that isn't finite is hidden from some rows of a block: a probability of 0 would not keep it out.
+  void values_row_by_row(int64_t block, int64_t at, const Chunk& chunk, const float* worth) {
+    const int64_t dv = layout_.padded_dv();
+    Scratch memory;
+    auto* copies = reinterpret_cast<uint16_t*>(memory.at_least(kChunkKeys * dv * 2));
+    for (int r = 0; r < rows_in(block); ++r) {
+      const int64_t row = block * k_.rows + r;
+      const Sight sight = sight_of(p_, s_, position_of(row));
+      Chunk own = chunk;
+      for (int b = 0; b < chunk.blocks; ++b) {
+        if (chunk.keys[b] == 0) continue;
+        uint16_t* copy = copies + b * kKeyBlock * dv;
+        std::memcpy(copy, chunk.v16[b], static_cast<size_t>(kKeyBlock * dv * 2));
+        own.v16[b] = reinterpret_cast<const std::byte*>(copy);
+        for (int64_t j = 0; j < chunk.keys[b]; ++j) {
+          const int64_t key = tile_list_[at + b] * kKeyBlock + j;
+          if (key >= sight.begin && key < sight.end) continue;
+          probabilities_[r * kChunkKeys + b * kKeyBlock + j] = 0;
+          for (int64_t c = 0; c < dv; ++c) copy[(j / 2 * dv + c) * 2 + j % 2] = 0;
+        }
+      }
+      k_.values(probabilities_ + r * kChunkKeys, 1, own, dv, worth == nullptr ? nullptr : worth + r, out_ + row * dv);
     }
   }
 
