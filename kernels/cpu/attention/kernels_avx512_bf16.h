@@ -189,18 +189,36 @@ void values_avx512(const uint16_t* p, int rows, const Chunk& chunk, int64_t padd
 
 // --- softmax ---
 
-// 2^x, x <= 0 or a little above, within about 2 units in the last place; 2^-inf = 0. Minimax polynomial of 2^f,
-// |f| <= 1/2, that is exact at 0.
-inline __m512 exp2_near(__m512 x) {
-  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m512 p = _mm512_set1_ps(0x1.5bba0ep-10F);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.3cea88p-7F));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.c6b752p-5F));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.ebf9bcp-3F));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.62e42ap-1F));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0F));
-  return _mm512_scalef_ps(p, _mm512_sub_ps(x, f));
-}
+// 2^(i / 32).
+alignas(64) constexpr float kPowers[32] = {
+    0x1p0F,        0x1.059b0ep0F, 0x1.0b5586p0F, 0x1.11301ep0F, 0x1.172b84p0F, 0x1.1d4874p0F, 0x1.2387a6p0F,
+    0x1.29e9ep0F,  0x1.306fep0F,  0x1.371a74p0F, 0x1.3dea64p0F, 0x1.44e086p0F, 0x1.4bfdaep0F, 0x1.5342b6p0F,
+    0x1.5ab07ep0F, 0x1.6247ecp0F, 0x1.6a09e6p0F, 0x1.71f75ep0F, 0x1.7a1148p0F, 0x1.82589ap0F, 0x1.8ace54p0F,
+    0x1.93737cp0F, 0x1.9c4918p0F, 0x1.a5503cp0F, 0x1.ae89fap0F, 0x1.b7f77p0F,  0x1.c199bep0F, 0x1.cb720ep0F,
+    0x1.d5818ep0F, 0x1.dfc974p0F, 0x1.ea4afap0F, 0x1.f50766p0F,
+};
+
+// 2^x, x <= 0 or a little above: x = n + f, n a multiple of 1/32, of whose power the fraction is looked up and the
+// whole part left to VSCALEFPS; 2^f by the parabola that is nearest for |f| <= 1/64 among those exact at 0. 2^-inf = 0:
+// so VSCALEFPS makes it, even of the NaN that f then is.
+class Exp2 {
+ public:
+  Exp2() : low_(_mm512_load_ps(kPowers)), high_(_mm512_load_ps(kPowers + 16)) {}
+
+  __m512 operator()(__m512 x) const {
+    const __m512 round = _mm512_set1_ps(12582912.0F / 32);
+    const __m512 shifted = _mm512_add_ps(x, round);
+    const __m512 n = _mm512_sub_ps(shifted, round);
+    const __m512 f = _mm512_sub_ps(x, n);
+    const __m512 power = _mm512_permutex2var_ps(low_, _mm512_castps_si512(shifted), high_);
+    const __m512 slope = _mm512_fmadd_ps(f, _mm512_set1_ps(0.24022651F), _mm512_set1_ps(0.69315734F));
+    return _mm512_scalef_ps(_mm512_fmadd_ps(_mm512_mul_ps(slope, f), power, power), n);
+  }
+
+ private:
+  __m512 low_;
+  __m512 high_;
+};
 
 inline __m512 largest_of(const float* scores, int vectors) {
   __m512 m = _mm512_load_ps(scores);
@@ -210,8 +228,8 @@ inline __m512 largest_of(const float* scores, int vectors) {
 
 // The probabilities of one row and block.
 template <int kVectors>
-inline void exponentials(const float* scores, __m512 multiplier, __m512 offset, const float* value_scales,
-                         __m512 (&sums)[2], uint16_t* p) {
+inline void exponentials(const Exp2& exp2, const float* scores, __m512 multiplier, __m512 offset,
+                         const float* value_scales, __m512 (&sums)[2], uint16_t* p) {
 #pragma GCC unroll 2
   for (int v = 0; v < kVectors; v += 2) {
     __m512 x[2];
@@ -221,7 +239,7 @@ inline void exponentials(const float* scores, __m512 multiplier, __m512 offset, 
         x[i] = _mm512_setzero_ps();
         continue;
       }
-      x[i] = exp2_near(_mm512_fmadd_ps(_mm512_load_ps(scores + (v + i) * 16), multiplier, offset));
+      x[i] = exp2(_mm512_fmadd_ps(_mm512_load_ps(scores + (v + i) * 16), multiplier, offset));
       sums[i] = _mm512_add_ps(sums[i], x[i]);
       if (value_scales != nullptr) x[i] = _mm512_mul_ps(x[i], _mm512_loadu_ps(value_scales + (v + i) * 16));
     }
@@ -248,7 +266,8 @@ void softmax_avx512(const float* scores, int rows, const Chunk& chunk, RowState&
   const __m512 after = _mm512_max_ps(before, _mm512_load_ps(largest));
   const __m512 base = _mm512_mask_mov_ps(after, _mm512_cmp_ps_mask(after, lowest, _CMP_EQ_OQ), _mm512_setzero_ps());
   _mm512_mask_storeu_ps(state.max, lanes, after);
-  const __m512 worth = exp2_near(_mm512_sub_ps(before, base));
+  const Exp2 exp2;
+  const __m512 worth = exp2(_mm512_sub_ps(before, base));
   _mm512_mask_storeu_ps(rescale, lanes, worth);
   _mm512_store_ps(largest, base);
   for (int r = 0; r < rows; ++r) {
@@ -261,16 +280,16 @@ void softmax_avx512(const float* scores, int rows, const Chunk& chunk, RowState&
       const float* scales = chunk.v_scales[b];
       switch (chunk.keys[b] / 16) {
         case 4:
-          exponentials<4>(s, multiplier, offset, scales, sums, to);
+          exponentials<4>(exp2, s, multiplier, offset, scales, sums, to);
           break;
         case 3:
-          exponentials<3>(s, multiplier, offset, scales, sums, to);
+          exponentials<3>(exp2, s, multiplier, offset, scales, sums, to);
           break;
         case 2:
-          exponentials<2>(s, multiplier, offset, scales, sums, to);
+          exponentials<2>(exp2, s, multiplier, offset, scales, sums, to);
           break;
         case 1:
-          exponentials<1>(s, multiplier, offset, scales, sums, to);
+          exponentials<1>(exp2, s, multiplier, offset, scales, sums, to);
           break;
         default:
           break;

@@ -213,7 +213,42 @@ class RowTile {
         add_bias(many, end - at, at);
       }
     }
-    for (int64_t i = 0; i < row_blocks_; ++i) run_row_block(i, at, blocks, count);
+    Ahead ahead;
+    if (!packs_here()) look_ahead(at + count, ahead);
+    for (int64_t i = 0; i < row_blocks_; ++i) {
+      ahead.fetch(i, row_blocks_);
+      run_row_block(i, at, blocks, count);
+    }
+  }
+
+  // What the next chunk reads, fetched into the L2 cache a part at a time: the first row block would wait for each
+  // line.
+  struct Ahead {
+    const std::byte* at[2 * kChunkBlocks];
+    int64_t bytes[2 * kChunkBlocks];
+    int parts = 0;
+
+    void add(const std::byte* from, int64_t size) {
+      at[parts] = from;
+      bytes[parts++] = size;
+    }
+    void fetch(int64_t i, int64_t of) const {
+      for (int part = 0; part < parts; ++part) {
+        const int64_t lines = bytes[part] / 64;
+        for (int64_t line = i * lines / of; line < (i + 1) * lines / of; ++line) {
+          __builtin_prefetch(at[part] + line * 64, 0, 2);
+        }
+      }
+    }
+  };
+
+  void look_ahead(int64_t first, Ahead& ahead) const {
+    const int64_t values = kKeyBlock * layout_.padded_dv();
+    for (int64_t i = first; i < std::min(first + kChunkBlocks, tiles_); ++i) {
+      const KeyBlock block = block_of(tile_list_[i]);
+      ahead.add(i < tiles8_ ? block.k8 : block.k16, kKeyBlock * p_.d * (i < tiles8_ ? 1 : 2));
+      ahead.add(block.v16 != nullptr ? block.v16 : block.v8, values * (block.v16 != nullptr ? 2 : 1));
+    }
   }
 
   KeyBlock ready_block(int64_t index, int b) {
