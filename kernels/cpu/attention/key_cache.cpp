@@ -60,7 +60,6 @@ void quantise_values(const AttentionKernels& kernels, const uint16_t* from, cons
   auto* codes = reinterpret_cast<int8_t*>(to + layout.v8);
   auto* scales = reinterpret_cast<float*>(to + layout.v_scales);
   const int64_t dv = layout.padded_dv();
-  std::memset(codes, 0, static_cast<size_t>(kKeyBlock * dv));
   for (int64_t j = 0; j < kKeyBlock; ++j, from += layout.dv) {
     scales[j] = scale_of(kernels.largest(from, layout.dv));
     for (int64_t c = 0; c < layout.dv; ++c) {
@@ -71,12 +70,12 @@ void quantise_values(const AttentionKernels& kernels, const uint16_t* from, cons
 
 void seal(const AttentionKernels& kernels, const KeyCache& cache, const OpenBlock& block, std::byte* to) {
   const BlockLayout& layout = cache.sealed;
+  std::memset(to, 0, static_cast<size_t>(layout.bytes));  // also what lies between the parts
   if (layout.k16 != kAbsent) kernels.pack_keys16(block.keys(), layout.d, to + layout.k16);
   if (layout.k8 != kAbsent) {
     auto* mean = reinterpret_cast<uint16_t*>(to + layout.mean);
     const bool smooth = cache.smoothing != Smoothing::none;
     if (smooth) kernels.mean_of_keys(block.keys(), kKeyBlock, layout.d, mean);
-    if (!smooth) std::memset(mean, 0, static_cast<size_t>(layout.d * 2));
     const float scale = kernels.pack_keys8(block.keys(), kKeyBlock, layout.d, smooth ? mean : nullptr, to + layout.k8);
     std::memcpy(to + layout.k_scale, &scale, sizeof(scale));
   }
