@@ -19,8 +19,8 @@
 //
 //   q   64 + 128 + 68 d bytes
 //       header, int32: [0] INT8 tiles, [1] 16-bit tiles (for the design), [2] position of row 0 among the keys: row i
-//           stands at key position + i; [3] number of keys; [4] window: keys above position - window are seen;
-//           [6] causal: 0 or 1. ([5] is free)
+//           stands at key position + i; [3] number of keys; [4] window: keys above position - window are seen, all of
+//           them if it is 2^24 or more; [6] causal: 0 or 1. ([5] is free)
 //       from 64: fp32 [32], s_q scale log2(e) of each row (s_q = 1 for a row of zeros, as everywhere)
 //       from 192: int8 codes, blocks [d/8][4 of rows][8 rows][8 channels]
 //       then: what codes leave of q / s_q, q in bfloat16: operands [d/8][4 of rows]. A row's q is s_q (code + rest).

@@ -29,7 +29,7 @@ struct Tile {
   int32_t causal;
   float base;
 };
-inline constexpr int32_t kNoWindow = 0x40000000;
+inline constexpr int32_t kNoWindow = 1 << 24;  // no sequence is as long
 
 inline constexpr unsigned kScoresMultiplier = kRows * kKeys * 4;
 inline constexpr unsigned kScoresOffset = kScoresMultiplier + 4 * kRows;

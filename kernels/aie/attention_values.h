@@ -37,7 +37,7 @@ class Values {
     TF_LOOP_RANGE(4, 4)
     TF_LOOP_NO_UNROLL
     for (unsigned rows = 0; rows < kRowBlocks; ++rows) {
-      if (read<int32_t>(p + kPMarks + 4 * rows) != 0)
+      if (read<int32_t>(p + kPMarks + 4 * rows) == 1)
         rescale(aie::load_v<64>(reinterpret_cast<const bfloat16*>(p + kPFactors) + 64 * rows), o);
       OperandStream values = operand_stream(kv);
       TF_LOOP_RANGE(1, 2)
