@@ -182,7 +182,8 @@ def artifacts(system: System) -> Iterator[Finding]:
         yield Finding("artifacts", status, f"{str(error).partition(': run ')[0]} ({origin})", remedy)
         return
     changed = [artifact.file for artifact in found.artifacts() if not manifest.is_there(folder, artifact)]
-    streams = sum(len(built.streams) for built in found.built.values())
+    built = len(found.built) + len(found.attention)
+    streams = len(found.artifacts()) - built
     if changed:
         yield Finding(
             "artifacts",
@@ -190,12 +191,10 @@ def artifacts(system: System) -> Iterator[Finding]:
             f"{len(changed)} files in {folder} are not as they were built: {', '.join(changed[:3])}",
             remedy,
         )
-    elif not found.built:
+    elif not built:
         yield Finding("artifacts", Status.MISSING, f"{folder} lists no xclbin ({origin})", remedy)
     else:
-        yield Finding(
-            "artifacts", Status.OK, f"xclbins: {len(found.built)}, instruction streams: {streams}, in {folder}"
-        )
+        yield Finding("artifacts", Status.OK, f"xclbins: {built}, instruction streams: {streams}, in {folder}")
 
 
 def power(system: System, npu: Npu) -> Iterator[Finding]:

@@ -17,9 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
-import numpy.typing as npt
-
 from tilefuse import arch
 from tilefuse.attention_configurations import (
     CORE_ROWS,
@@ -36,13 +33,8 @@ from tilefuse.configurations import checked_int
 from tilefuse.descriptors import Tap, Transfer
 from tilefuse.errors import PlanError
 from tilefuse.plan.attention_costs import AttentionCosts, AttentionCycles, cycles_of
+from tilefuse.plan.score_runs import Bits, Runs, pattern, runs_of, strided
 from tilefuse.plan.value import MAX_BUFFER_BYTES
-
-Bits = npt.NDArray[np.bool_]
-
-Runs = tuple[tuple[int, int], ...]
-"""Neighbouring key tiles: (first, count) of each run, ascending."""
-
 
 NO_HEAD = -1
 """In the place of a head: rows of zeros, whose results nobody asks for."""
@@ -402,18 +394,12 @@ def _items(sequences: Sequence[Lengths], heads: int, kv_heads: int, together: in
             routed = []
             for which in range(maps):
                 bits = sequence.int8[which, m, first:stop]
-                routed.append((_runs(bits, first), _runs(~bits, first)))
+                routed.append((runs_of(bits, first), runs_of(~bits, first)))
             for kv_head in range(kv_heads):
                 int8, wide = routed[kv_head if maps > 1 else 0]
                 for start in range(0, group, together):
                     own = [kv_head * group + i if i < group else NO_HEAD for i in range(start, start + together)]
                     yield Item(number, tuple(own), m, int8, wide)
-
-
-def _runs(bits: Bits, first: int) -> Runs:
-    """Where ``bits`` is True, as runs."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], bits, [False])).astype(np.int8)))
-    return tuple((first + int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True))
 
 
 def _deal(items: list[Item], teams: int, cycles: AttentionCycles) -> tuple[tuple[Item, ...], ...]:
@@ -464,45 +450,10 @@ def _streamed(plan: AttentionPlan, items: Sequence[Item]) -> Iterator[tuple[floa
         for int8, runs in ((True, item.int8), (False, item.wide)):
             words = plan.tile_words(int8=int8)
             base = (plan.int8_offset if int8 else 0) + start * words
-            for first, count, times, step in _strided(runs, words):
+            for first, count, times, step in strided(runs, words):
                 tiles = count * times
                 now += cycles.pace(tiles, 0) if int8 else cycles.pace(0, tiles)
-                yield now, _tap(base + first * words, count * words, times, step * words)
-
-
-def _strided(runs: Runs, words: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of equal length and equal distance as one: (first, tiles of a run, runs, tiles from one to the next)."""
-    position = 0
-    while position < len(runs):
-        first, count = runs[position]
-        times, step = 1, 0
-        if position + 1 < len(runs) and _halves(count * words) is not None:
-            step = runs[position + 1][0] - first
-            while (
-                position + times < len(runs)
-                and runs[position + times] == (first + times * step, count)
-                and step * words <= arch.SHIM.stride
-            ):
-                times += 1
-        yield first, count, times, step
-        position += times
-
-
-def _halves(words: int) -> tuple[int, int] | None:
-    """``words`` as a product of two sizes that a descriptor's inner loops hold; None if there are none."""
-    most = arch.SHIM.size
-    return next(
-        ((words // inner, inner) for inner in range(most, 0, -1) if words % inner == 0 and words // inner <= most), None
-    )
-
-
-def _tap(offset: int, words: int, times: int, step: int) -> Tap:
-    if times == 1:
-        return Tap.run(offset, words)
-    halves = _halves(words)
-    assert halves is not None
-    outer, inner = halves
-    return Tap(offset, (1, times, outer, inner), (0, step, inner, 1))
+                yield now, pattern(base + first * words, count * words, times, step * words)
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
