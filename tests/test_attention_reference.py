@@ -369,6 +369,25 @@ def test_scores_of_any_size() -> None:
             assert np.abs(found.out).max() <= np.abs(v).max() * (1 + 2 * oracle.UNIT_BF16)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("name", ["zero", "one"])
+def test_what_is_not_finite_spreads(value: float, which: int, name: str) -> None:
+    """To the query it is of, or to all that see it; never to a row tile that does not, and never to a zero."""
+    arrays = list(operands(16, 1, 1, 300, 300, 64))
+    made = routing.named(name).build(300)
+    clean = attention_tiles(*arrays, made)
+    arrays[which][0, 0, 150, 3] = value
+    found = attention_tiles(*arrays, made)
+    np.testing.assert_array_equal(found.out[1], clean.out[1])
+    np.testing.assert_array_equal(found.out[0, 0, :128], clean.out[0, 0, :128])
+    seeing = slice(150, 151) if which == 0 else slice(150, 300)
+    columns = slice(3, 4) if which == 2 else slice(None)
+    # A key whose 16-bit score is -Inf has no weight, and harms nobody.
+    if which != 1 or np.isnan(value) or name == "one":
+        assert not np.isfinite(found.out[0, 0, seeing, columns]).any()
+
+
 @pytest.mark.peers
 def test_exact_attention_is_torchs() -> None:
     torch = pytest.importorskip("torch")

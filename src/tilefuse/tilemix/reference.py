@@ -124,6 +124,7 @@ def int8_scores(q_codes: Array, k_codes: Array) -> npt.NDArray[np.int32]:
     return found
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def attention_tiles(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -138,7 +139,7 @@ def attention_tiles(
     open_block_16bit: bool = False,
     order: Literal["int8 first", "ascending"] = "int8 first",
 ) -> Attended:
-    """Attention tile by tile, as the kernels compute it.
+    """Attention tile by tile, as the kernels compute it; NaN and Inf spread to the row tiles that see them.
 
     The exponent, in base 2, is ``raw * factor + offset - m``. 16-bit tiles: raw = the fp32 sum of q k, factor = f =
     `score_factor`, offset = 0. INT8 tiles: raw = the int32 sum of codes, factor = (s_q f) s_k, offset = (q . mean) f,
@@ -211,7 +212,7 @@ def attention_exact(
     window: int | None = None,
     scale: float | None = None,
 ) -> Attended:
-    """Attention in float64, of the operands as they are; arguments as `attention_tiles` takes them.
+    """Attention in float64, of finite operands as they are; arguments as `attention_tiles` takes them.
 
     Raises:
         ShapeError: The shapes don't fit each other.
@@ -228,7 +229,7 @@ def attention_exact(
             peak = scores.max(axis=-1, keepdims=True, initial=-np.inf)
             weights = np.exp(scores - np.where(np.isneginf(peak), 0, peak))
             total = weights.sum(axis=-1)
-            some = total > 0
+            some = total != 0  # NaN is no zero
             out[b, h][some] = (weights @ v[b, h // share])[some] / total[some, None]
             lse[b, h][some] = peak[some, 0] + np.log(total[some])
     return Attended(out, lse)
@@ -255,7 +256,7 @@ class _State:
 
     def end(self) -> tuple[Float32, Float32]:
         """The outputs [heads, rows, dv] and natural log-sum-exps [heads, rows]."""
-        some = self.total > 0
+        some = self.total != 0  # NaN is no zero
         total = np.where(some, self.total, np.float32(1))
         out = np.where(some[..., None], self.out / total[..., None], np.float32(0))
         lse = np.where(some, (self.peak + np.log2(total)) / np.float32(LOG2E), np.float32(-np.inf))
@@ -279,7 +280,10 @@ def _scales(peak: Float32) -> Float32:
 
 
 def _codes(x: Float32, scales: Float32) -> npt.NDArray[np.int8]:
-    codes: npt.NDArray[np.int8] = np.clip(np.rint(x / scales), -_MAX_CODE, _MAX_CODE).astype(np.int8)
+    with np.errstate(invalid="ignore"):
+        steps = np.clip(np.rint(x / scales), -_MAX_CODE, _MAX_CODE)
+    # What isn't finite spreads through its scale.
+    codes: npt.NDArray[np.int8] = np.where(np.isnan(steps), np.float32(0), steps).astype(np.int8)
     return codes
 
 
