@@ -25,11 +25,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attention_page import document, write_plot
-from attention_results import AttentionCase, AttentionRun, Measured, fastest_peer, from_json, times_faster, to_json
+from attention_results import (
+    BASE,
+    AttentionCase,
+    AttentionRun,
+    Measured,
+    fastest_peer,
+    from_json,
+    times_faster,
+    to_json,
+)
 from interleave import Guard, Seat, Turns, take_turns
 from measure import Limits, Probes, cpu_model, default_threads
 from page import FOLDER
 from peers.attention import make_attention, save_attention
+from peers.base import Contender
 from peers.client import PeerError
 from peers.registry import Entry, Started, start
 
@@ -57,10 +67,14 @@ def measure_case(
     shape: tuple[int, int, int, int, int],
     turns: Turns,
     probes: Probes,
-    guard: Guard,
+    guards: tuple[Guard, Guard],
     failed: Callable[[str], None],
 ) -> AttentionCase:
-    """Checks and times the contenders on one case, (heads, kv heads, queries, keys, d)."""
+    """Checks and times the contenders on one case, (heads, kv heads, queries, keys, d).
+
+    ``guards`` are held while operands are made and results checked, and while it is timed.
+    """
+    loading, guard = guards
     here, disturbed = Limits(), Limits()
 
     def sample() -> bool:
@@ -72,6 +86,7 @@ def measure_case(
     errors = {}
     able = []
     with tempfile.TemporaryDirectory(prefix="tilefuse-bench-") as name:
+        loading.hold()
         save_attention(make_attention(*shape), Path(name))
         for seat in seats:
             try:
@@ -80,6 +95,7 @@ def measure_case(
                 able.append(seat)
             except PeerError as error:
                 failed(f"{seat.name}, L = {shape[3]}: {error}")
+        loading.release()
         times, _ = take_turns(able, turns, sample, failed, guard)
     guard.release()
     for peer in {id(seat.peer): seat.peer for seat in seats}.values():
@@ -87,6 +103,14 @@ def measure_case(
             peer.ask("unload")
     measured = {name: Measured(rounds, errors[name]["mean"], errors[name]["largest"]) for name, rounds in times.items()}
     return AttentionCase(*shape, here if here.read else disturbed, measured)
+
+
+def plays(contender: Contender, queries: int) -> bool:
+    """Whether it is measured with so many queries: a cache with one, INT8 tiles of arrays with more."""
+    if not contender.ours:
+        return True
+    one = queries == 1
+    return contender.name == BASE or one == ("cache" in contender.name)
 
 
 def brief(run: AttentionRun, case: AttentionCase) -> str:
@@ -137,6 +161,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", default="32/8", help="of queries / of keys and values (default: %(default)s)")
     add("--d", type=int, default=128, help="channels of a head (default: %(default)s)")
     add("--only", default="", help="contenders whose names contain one of these, comma-separated")
+    add("--without", default="", help="not those whose names contain one of these")
     add("--threads", type=int, default=default_threads(), help="default: all CPUs (%(default)s)")
     add("--rounds", type=int, default=7, help="at most (default: %(default)s)")
     add("--seconds", type=float, default=0.2, help="at least, for one turn (default: %(default)s)")
@@ -145,6 +170,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--peers", type=Path, metavar="DIR", help="environments that cpu.py --make-peers made")
     add("--peer-python", action="append", default=[], metavar="NAME=PATH", help="interpreter for a library")
     add("--guard", default="", metavar="CMD", help="a command such as 'flock FILE' to hold while timing")
+    add("--loading-guard", default="", metavar="CMD", help="one to hold while operands are made")
     add("--merge", type=Path, action="append", default=[], metavar="JSON", help="start from these earlier results")
     add("--report-only", action="store_true", help="measure nothing; write the page of what --merge names")
     add("--print", action="store_true", dest="to_stdout", help="print the page instead of writing it")
@@ -179,7 +205,7 @@ def measure_all(arguments: argparse.Namespace) -> AttentionRun:
     # Before tilefuse's pool is made: the probes use it.
     os.environ["TILEFUSE_NUM_THREADS"] = str(arguments.threads)
     turns = Turns(arguments.rounds, arguments.seconds, arguments.budget)
-    only = list(filter(None, arguments.only.split(",")))
+    only, without = (list(filter(None, text.split(","))) for text in (arguments.only, arguments.without))
     libraries, missing = start(ENTRIES, arguments.peer_python, arguments.peers, arguments.threads)
     run = AttentionRun({}, {}, failures=missing)
 
@@ -189,18 +215,22 @@ def measure_all(arguments: argparse.Namespace) -> AttentionRun:
 
     seats = [Seat(contender, each.peer) for each in libraries for contender in each.contenders]
     seats = [seat for seat in seats if not only or any(part in seat.name for part in only)]
+    seats = [seat for seat in seats if not any(part in seat.name for part in without)]
     run.contenders = {seat.name: seat.contender for seat in seats}
     shapes = [(queries, queries) for queries in arguments.lengths] + [(1, keys) for keys in arguments.decode]
-    guard, probes = Guard(shlex.split(arguments.guard)), Probes(PROBE_BYTES)
+    guard, loading = Guard(shlex.split(arguments.guard)), Guard(shlex.split(arguments.loading_guard))
+    probes = Probes(PROBE_BYTES)
     try:
         for queries, keys in shapes:
+            here = [seat for seat in seats if seat.peer.alive and plays(seat.contender, queries)]
             shape = (arguments.heads, arguments.kv_heads, queries, keys, arguments.d)
             say(f"{queries} queries, {keys} keys")
-            case = measure_case([seat for seat in seats if seat.peer.alive], shape, turns, probes, guard, failed)
+            case = measure_case(here, shape, turns, probes, (loading, guard), failed)
             run.cases.append(case)
             say(brief(run, case))
     finally:
         guard.release()
+        loading.release()
         for each in libraries:
             each.peer.close()
     limits = Limits()

@@ -16,6 +16,9 @@ from peers.base import Array, Contender
 from tilefuse.runtime import cpu_level
 
 COVERAGES = {"16-bit": 0.0, "50 %": 0.5, "75 %": 0.75, "INT8": 1.0}
+CACHES = {"bf16 cache": "bf16", "INT8 cache": "int8"}
+"""For one query."""
+
 LIMITED = ("16-bit", "75 %")
 """What is measured on a lower level than the machine's."""
 
@@ -28,6 +31,7 @@ class Tilefuse(AttentionAdapter):
         suffix = f" {self._level}" if self._level else ""
         kinds = LIMITED if self._level else tuple(COVERAGES)
         self._coverages = {f"tilefuse {kind}{suffix}": COVERAGES[kind] for kind in kinds}
+        self._caches = {} if self._level else {f"tilefuse {name}": kind for name, kind in CACHES.items()}
 
     def versions(self) -> dict[str, str]:
         return {"tilefuse": f"{importlib.metadata.version('tilefuse')} ({cpu_level()})"}
@@ -44,10 +48,15 @@ class Tilefuse(AttentionAdapter):
                 "attention(q, k, v)" if coverage == 0 else f"routing: local_sink, coverage {coverage:.0%}",
             )
             for name, coverage in self._coverages.items()
+        ] + [
+            Contender(name, kind, 8 if kind == "int8" else 16, 16, ours=True, note="KVCache, filled before")
+            for name, kind in self._caches.items()
         ]
 
     def load(self, contender: Contender, case: Attention) -> Ready:
         q, k, v = (x.astype(ml_dtypes.bfloat16)[None] for x in (case.q, case.k, case.v))
+        if contender.name in self._caches:
+            return self._cached(self._caches[contender.name], q, k, v)
         coverage = self._coverages[contender.name]
         routing: Any = None
         if coverage:
@@ -60,6 +69,16 @@ class Tilefuse(AttentionAdapter):
             return found
 
         return Ready(call, output)
+
+    def _cached(self, kind: str, q: Any, k: Any, v: Any) -> Ready:
+        cache = tf.KVCache(k.shape[1], k.shape[3], capacity=k.shape[2], kind=kind)
+        cache.append(k, v)
+
+        def output() -> Array:
+            found: Array = tf.attention(q, kv_cache=cache)[0].astype(np.float64)
+            return found
+
+        return Ready(lambda: tf.attention(q, kv_cache=cache), output)
 
 
 def adapter() -> AttentionAdapter:
