@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from checkpoints import KINDS
 
 torch = pytest.importorskip("torch", reason="the [hf] extra is not installed")
 transformers = pytest.importorskip("transformers", reason="the [hf] extra is not installed")
 
+import language_models  # noqa: E402
 import tiny_models  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import masking_utils  # noqa: E402
@@ -18,7 +22,7 @@ from transformers import masking_utils  # noqa: E402
 import tilefuse.hf  # noqa: E402
 from tilefuse import routing  # noqa: E402
 from tilefuse.errors import RoutingError, TileFuseError  # noqa: E402
-from tilefuse.hf import attention_use, set_attention  # noqa: E402
+from tilefuse.hf import attention_use, blocks, set_attention  # noqa: E402
 from tilefuse.hf.attention import ONE_QUERY, attention_forward  # noqa: E402
 from tilefuse.hf.masks import Span, attention_mask, spans_of  # noqa: E402
 
@@ -294,6 +298,30 @@ def test_generate() -> None:
     assert calls(ours) == {"tilefuse": 2, ONE_QUERY: 14}
 
 
+def test_decoder_blocks_stay_one_call(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a quantised model: prefill on tilefuse, then each token by the blocks of C++."""
+    monkeypatch.setenv("TILEFUSE_CACHE", str(tmp_path / "cache"))
+    language_models.make(tmp_path / "model", "llama", KINDS["awq-gemm"], rng)
+    grown: list[int] = []
+    grow = blocks._Room.grow
+    monkeypatch.setattr(blocks._Room, "grow", lambda room, layer, n: (grown.append(n), grow(room, layer, n))[1])
+    found = []
+    for name in ("tilefuse", "sdpa"):
+        with tilefuse.hf.options(device="cpu"):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path / "model", dtype=torch.float32, attn_implementation=name
+            ).eval()
+        grown.clear()
+        ids = torch.tensor([[5, 17, 93, 4, 60]])
+        found.append(model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist())
+        assert grown == [length for length in (6, 7, 8) for _ in range(language_models.LAYERS)]
+        if name == "tilefuse":
+            assert calls(model) == {"tilefuse": language_models.LAYERS}
+    assert found[0] == found[1]
+
+
 # --- routing ---------------------------------------------------------------------------------------------------------
 
 
@@ -375,7 +403,7 @@ def test_bad_options(entry: dict[str, Any], error: type[Exception], match: str) 
     assert not hasattr(ours.config, "tilefuse")
 
 
-def test_the_configuration_survives_a_file(tmp_path: Any) -> None:
+def test_the_configuration_survives_a_file(tmp_path: Path) -> None:
     ours, _ = pair("llama")
     set_attention(ours, "band", coverage=0.5, layers={1: "zero"})
     ours.config.save_pretrained(tmp_path)
