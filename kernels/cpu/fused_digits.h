@@ -29,6 +29,15 @@ inline void prefetch_tail(const TileLayout& layout, const std::byte* tile) {
   for (int64_t at = layout.scale_offset; at < layout.tile_bytes; at += 64) prefetch(tile + at);
 }
 
+// Where the next run doesn't follow this one in memory, hardware prefetchers start anew, which costs as much as some 20
+// KiB: the lines of a part of a tile there are asked for as this one's are read. Only into the L2 cache: on Zen 4
+// asking for the L1 cache gained nothing.
+inline void prefetch_part(const std::byte* tile, int64_t bytes, int part, int parts) {
+  for (int64_t at = bytes * part / parts / 64 * 64; at < bytes * (part + 1) / parts; at += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(tile + at), _MM_HINT_T1);
+  }
+}
+
 // The codes of an output tile drive the digits out of the L1 cache, and what waits for digits can't look ahead for
 // codes.
 constexpr int64_t kDigitsAhead = 2 * kKt;
@@ -339,8 +348,8 @@ inline void group_digits(const TileLayout& layout, const std::byte* codes, const
 
 // All groups' sums of a tile first, then its scales: in the order of memory, which is what hardware prefetchers follow.
 template <int kRowsHere>
-inline void tile_digits(const TileLayout& layout, const std::byte* tile, const DigitRow<DigitGroup>& x,
-                        int64_t row_bytes, int64_t k_tile, float* acc) {
+inline void tile_digits(const TileLayout& layout, const std::byte* tile, const std::byte* next,
+                        const DigitRow<DigitGroup>& x, int64_t row_bytes, int64_t k_tile, float* acc) {
   constexpr int kMaxGroups = kKt / 32;
   const int64_t first = k_tile * layout.groups_per_tile();
   // Groups beyond K, of the last tile, are padding.
@@ -349,6 +358,7 @@ inline void tile_digits(const TileLayout& layout, const std::byte* tile, const D
   GroupDots dots[kRowsHere][kMaxGroups];
   for (int g = 0; g < groups; ++g) {
     const std::byte* codes = tile + int64_t{g} * layout.tile_group * (kNt / kBlock) * layout.bits;
+    if (next != nullptr) prefetch_part(next, layout.tile_bytes, g, groups);
     group_digits<kRowsHere>(layout, codes, x, row_bytes, first + g, &dots[0][g], kMaxGroups);
   }
   if (groups > 1) prefetch_tail(layout, tile);
@@ -364,13 +374,15 @@ void fused_digits_vnni(const TileRun& run, const std::byte* digits, int rows, fl
   const TileLayout& layout = *run.layout;
   const DigitMemory<DigitGroup> at(layout);
   std::memset(acc, 0, sizeof(float) * static_cast<size_t>(rows) * kNt);
+  const bool jumps = run.next != nullptr && run.next != run.tiles + layout.k_tiles_used() * layout.tile_bytes;
   const DigitRest* rest[kMaxFewRows];
   for (int r = 0; r < rows; ++r) rest[r] = DigitRow<DigitGroup>(at, digits, r).rests;
   for (int64_t kt = 0; kt < layout.k_tiles_used(); ++kt) {
     const std::byte* tile = run.tiles + kt * layout.tile_bytes;
+    const std::byte* next = jumps ? run.next + kt * layout.tile_bytes : nullptr;
     int r = 0;
-    for (; r + 2 <= rows; r += 2) tile_digits<2>(layout, tile, {at, digits, r}, at.row_bytes, kt, acc + r * kNt);
-    if (r < rows) tile_digits<1>(layout, tile, {at, digits, r}, at.row_bytes, kt, acc + r * kNt);
+    for (; r + 2 <= rows; r += 2) tile_digits<2>(layout, tile, next, {at, digits, r}, at.row_bytes, kt, acc + r * kNt);
+    if (r < rows) tile_digits<1>(layout, tile, next, {at, digits, r}, at.row_bytes, kt, acc + r * kNt);
     for (r = 0; r < rows; ++r) {
       for (; rest[r]->k < (kt + 1) * kKt; ++rest[r]) {
         add_rest(layout, tile, static_cast<int>(rest[r]->k - kt * kKt), rest[r]->value, acc + r * kNt);

@@ -23,9 +23,9 @@ thread_local Scratch t_tile;         // of each thread that computes tiles
 
 template <typename Fn>
 void fused_over_tiles(const MatmulArgs& args, Fn&& kernel) {
-  parallel_tiles(args.layout, args.m * weight_bytes(args), [&](int64_t n_tile) {
+  parallel_tiles(args.layout, args.m * weight_bytes(args), [&](int64_t n_tile, int64_t next_tile) {
     auto* acc = reinterpret_cast<float*>(t_tile.at_least(args.m * kNt * 4));
-    kernel(run_of(args, n_tile), acc);
+    kernel(run_of(args, n_tile, next_tile), acc);
     for (int64_t r = 0; r < args.m; ++r) store_row(args, r, n_tile, acc + r * kNt);
   });
 }
@@ -47,17 +47,18 @@ bool matmul_few(const MatmulArgs& args, const FewRowsKernels& kernels) {
     });
     if (!held.load(std::memory_order_relaxed)) return false;
     const int64_t parts = (rows + kMaxFewRows - 1) / kMaxFewRows;
-    const auto part_tile = [&](int64_t part, int64_t n_tile) {
+    const auto part_tile = [&](int64_t part, int64_t n_tile, int64_t next_tile) {
       const int64_t first = part * rows / parts;
       const int64_t count = (part + 1) * rows / parts - first;
       auto* acc = reinterpret_cast<float*>(t_tile.at_least(count * kNt * 4));
-      kernels.fused(run_of(args, n_tile), digits + first * row_bytes, static_cast<int>(count), acc);
+      kernels.fused(run_of(args, n_tile, next_tile), digits + first * row_bytes, static_cast<int>(count), acc);
       for (int64_t r = 0; r < count; ++r) store_row(args, row0 + first + r, n_tile, acc + r * kNt);
     };
     if (parts == 1) {
-      parallel_tiles(args.layout, bytes, [&](int64_t n_tile) { part_tile(0, n_tile); });
+      parallel_tiles(args.layout, bytes, [&](int64_t n_tile, int64_t next_tile) { part_tile(0, n_tile, next_tile); });
     } else {
-      parallel_unless_small(n_tiles * parts, bytes, [&](int64_t item) { part_tile(item / n_tiles, item % n_tiles); });
+      parallel_unless_small(n_tiles * parts, bytes,
+                            [&](int64_t item) { part_tile(item / n_tiles, item % n_tiles, -1); });
     }
   }
   return true;

@@ -57,6 +57,13 @@ inline TileRun run_of(const MatmulArgs& args, int64_t n_tile) {
   return {.layout = &args.layout, .tiles = args.weights + args.layout.tile_offset(n_tile, 0)};
 }
 
+// Of an output tile of parallel_tiles.
+inline TileRun run_of(const MatmulArgs& args, int64_t n_tile, int64_t next_tile) {
+  TileRun run = run_of(args, n_tile);
+  if (next_tile >= 0) run.next = args.weights + args.layout.tile_offset(next_tile, 0);
+  return run;
+}
+
 // Runs fn(item) for each item, on this thread alone if `bytes` of weights (times rows) are soon done.
 template <typename Fn>
 void parallel_unless_small(int64_t items, int64_t bytes, Fn&& fn) {
@@ -67,18 +74,27 @@ void parallel_unless_small(int64_t items, int64_t bytes, Fn&& fn) {
   }
 }
 
-// Runs fn(n_tile) for each output tile, likewise. A thread takes stretches of tiles that follow each other in memory,
-// long ones first: starting somewhere else costs a matmul that waits for memory a tenth of a run of tiles.
+// The i-th output tile in the order of memory.
+inline int64_t tile_in_memory(const TileLayout& layout, int64_t i) {
+  const int64_t full = layout.n_tiles_used() / layout.columns;  // tiles in every column
+  const int64_t longer = layout.n_tiles_used() % layout.columns;
+  // The first columns have one more.
+  if (i < longer * (full + 1)) return i % (full + 1) * layout.columns + i / (full + 1);
+  i -= longer * (full + 1);
+  return i % full * layout.columns + longer + i / full;
+}
+
+// Runs fn(n_tile, next_tile) for each output tile, likewise; next_tile is likely the thread's next one, or -1. A thread
+// takes stretches of tiles that follow each other in memory, long ones first: starting somewhere else costs a matmul
+// that waits for memory a tenth of a run of tiles.
 template <typename Fn>
 void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
-  const int64_t end = layout.n_tiles();
-  const auto stretch = [&](int64_t first, int64_t count) {
-    for (int64_t i = first; i < first + count; ++i) {
-      const int64_t n_tile = i % layout.tiles_per_column * layout.columns + i / layout.tiles_per_column;
-      if (n_tile < layout.n_tiles_used()) fn(n_tile);
-    }
-  };
-  if (bytes < kSerialBytes) return stretch(0, end);
+  const int64_t end = layout.n_tiles_used();
+  const auto at = [&](int64_t i) { return i < end ? tile_in_memory(layout, i) : -1; };
+  if (bytes < kSerialBytes) {
+    for (int64_t i = 0; i < end; ++i) fn(at(i), at(i + 1));
+    return;
+  }
   ThreadPool& pool = ThreadPool::instance();
   const int64_t threads = pool.num_threads();
   std::atomic<int64_t> next{0};
@@ -86,7 +102,8 @@ void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
     for (int64_t first = next.load(std::memory_order_relaxed); first < end;) {
       const int64_t count = std::max<int64_t>(1, (end - first) / (2 * threads));
       if (!next.compare_exchange_weak(first, first + count, std::memory_order_relaxed)) continue;
-      stretch(first, count);
+      for (int64_t i = first; i < first + count - 1; ++i) fn(at(i), at(i + 1));
+      fn(at(first + count - 1), at(next.load(std::memory_order_relaxed)));
       first = next.load(std::memory_order_relaxed);
     }
   });
@@ -95,7 +112,8 @@ void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
 // Runs fn(n_tile, begin, end) for each output tile and, in `parts`, all of `passes`: [begin, end) of them at a time.
 template <typename Fn>
 void parallel_passes(const TileLayout& layout, int64_t parts, int64_t passes, int64_t bytes, Fn&& fn) {
-  if (parts == 1) return parallel_tiles(layout, bytes, [&](int64_t n_tile) { fn(n_tile, int64_t{0}, passes); });
+  if (parts == 1)
+    return parallel_tiles(layout, bytes, [&](int64_t n_tile, int64_t) { fn(n_tile, int64_t{0}, passes); });
   parallel_unless_small(layout.n_tiles_used() * parts, bytes, [&](int64_t item) {
     const int64_t part = item % parts;
     fn(item / parts, part * passes / parts, (part + 1) * passes / parts);
