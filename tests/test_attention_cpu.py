@@ -161,11 +161,14 @@ def assert_probe(q: Array, k: Array, smooth: Any, granularity: Any) -> None:
         assert (np.abs(found.bias - exact) <= (q.shape[1] + 1) * 2.0**-24 * bound * 1.01 + 2.0**-100).all()
 
 
-@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32], ids=str)
-@pytest.mark.parametrize("dim", [8, 40, 80, 96, 128, 256, 512])
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [*((dim, BF16) for dim in (8, 40, 80, 96, 128, 256, 512)), (80, np.float16), (80, np.float32)],
+    ids=str,
+)
 def test_int8_scores_bit_identical(rng: np.random.Generator, dim: int, dtype: Any) -> None:
     for (q_len, k_len), smooth, granularity in zip(
-        [(1, 1), (13, 64), (130, 129), (12, 300), (300, 63), (25, 65)],
+        [(1, 1), (13, 64), (130, 129), (12, 200), (200, 63), (25, 65)],
         itertools.cycle(SMOOTHINGS),
         itertools.cycle(("row", "block")),
         strict=False,
@@ -223,11 +226,14 @@ def test_lengths(q_len: int) -> None:
                 assert (np.abs(lse[seen] - expected.lse[seen]) <= 3e-6 * (1 + np.abs(expected.lse[seen]))).all()
 
 
-@pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128, 256, 512])
-@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [*((dim, BF16) for dim in (8, 32, 64, 80, 96, 128, 256, 512)), (80, np.float16), (80, np.float32)],
+    ids=str,
+)
 def test_dims(dim: int, dtype: Any) -> None:
     for dim_v in (dim, 24):
-        x = case(30, 140, 3, 1, dim, dim_v, dtype)
+        x = case(15, 140, 3, 1, dim, dim_v, dtype)
         for maps, smooth, granularity in (
             (None, "block", "row"),
             (mixed(x), "block", "row"),
@@ -235,7 +241,7 @@ def test_dims(dim: int, dtype: Any) -> None:
             (routing.one(), "none", "row"),
         ):
             quant = tilefuse.QuantSpec(q=granularity, smooth=smooth)
-            built = maps.build(30, 140, causal=True) if isinstance(maps, routing.Template) else maps
+            built = maps.build(15, 140, causal=True) if isinstance(maps, routing.Template) else maps
             expected = reference(x, built, granularity=granularity, smooth=smooth)
             assert_close(run(x, routing=built, quant=quant), expected.out, x.v)
             own = tilefuse.attention(*x, routing=built, quant=quant, backend="cpu")
@@ -259,11 +265,11 @@ def test_windows(window: int) -> None:
 
 @functools.cache
 def thousand_exact() -> Array:
-    return attention_exact(*case(1000, 1000, 2, 1, 64)).out
+    return attention_exact(*case(1000, 1000, 1, 1, 64)).out
 
 
 def test_a_thousand_tokens() -> None:
-    x = case(1000, 1000, 2, 1, 64)
+    x = case(1000, 1000, 1, 1, 64)
     for maps in (None, routing.local_sink(0.75), routing.one()):
         built = None if maps is None else maps.build(1000, 1000, causal=True)
         assert_close(run(x, routing=maps), reference(x, built).out, x.v)
@@ -319,8 +325,8 @@ def test_large_scores(rng: np.random.Generator) -> None:
 
 def test_groups_equal_repeated_keys(rng: np.random.Generator) -> None:
     for q_len, k_len in ((1, 300), (150, 300)):
-        for heads in (1, 3, 4, 8, 32):
-            x = operands(rng, q_len, k_len, 2 * heads, 2, 64)
+        for heads in (1, 3, 8, 16):
+            x = operands(rng, q_len, k_len, 2 * heads, 2, 32)
             repeated = Operands(x.q, np.repeat(x.k, heads, axis=1), np.repeat(x.v, heads, axis=1))
             for maps in (None, mixed(x)):
                 np.testing.assert_array_equal(run(x, routing=maps), run(repeated, routing=maps))
@@ -339,7 +345,7 @@ def test_packed_sequences_equal_calls(rng: np.random.Generator) -> None:
 
 
 def test_threads_do_not_matter(rng: np.random.Generator) -> None:
-    x = operands(rng, 400, 400, 8, 2, 64)
+    x = operands(rng, 400, 400, 4, 2, 32)
     before = _core.num_threads()
     try:
         found = []
