@@ -84,7 +84,7 @@ inline int64_t tile_in_memory(const TileLayout& layout, int64_t i) {
   return i % full * layout.columns + longer + i / full;
 }
 
-// Runs fn(n_tile, next_tile) for each output tile, likewise; next_tile is likely the thread's next one, or -1. A thread
+// Runs fn(n_tile, next_tile) for each output tile, likewise; next_tile is the one that follows it, or -1. A thread
 // takes stretches of tiles that follow each other in memory, long ones first: starting somewhere else costs a matmul
 // that waits for memory a tenth of a run of tiles.
 template <typename Fn>
@@ -103,7 +103,7 @@ void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
       const int64_t count = std::max<int64_t>(1, (end - first) / (2 * threads));
       if (!next.compare_exchange_weak(first, first + count, std::memory_order_relaxed)) continue;
       for (int64_t i = first; i < first + count - 1; ++i) fn(at(i), at(i + 1));
-      fn(at(first + count - 1), at(next.load(std::memory_order_relaxed)));
+      fn(at(first + count - 1), -1);
       first = next.load(std::memory_order_relaxed);
     }
   });

@@ -19,7 +19,7 @@ inline constexpr float kMaxFoldedZero = 512.0F;
 struct TileRun {
   const TileLayout* layout = nullptr;
   const std::byte* tiles = nullptr;
-  const std::byte* next = nullptr;  // the run that the thread is likely to read afterwards, or null
+  const std::byte* next = nullptr;  // the run that is read afterwards; null if not known
 };
 
 inline constexpr int kPanelTiles = 4;  // k tiles dequantised at a time: 512 x 64 weights stay in L2
