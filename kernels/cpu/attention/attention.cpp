@@ -139,7 +139,7 @@ class Attention {
     }
     each(static_cast<int64_t>(pieces_.size()), [&](int64_t i) { pack(pieces_[static_cast<size_t>(i)]); });
     // Long ones first: the last to finish is then a short one.
-    std::stable_sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) { return a.cost > b.cost; });
+    std::sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) { return a.cost > b.cost; });
     each(static_cast<int64_t>(tasks_.size()),
          [&](int64_t i) { RowTile(kernels_, p_, layout_, tasks_[static_cast<size_t>(i)].tile, t_tile).run(); });
   }

@@ -214,7 +214,10 @@ class RowTile {
       }
     }
     Ahead ahead;
-    if (!packs_here()) look_ahead(at + count, ahead);
+    if (!packs_here()) {
+      look_ahead(row_blocks_ == 1 ? at : at + count, ahead);
+      if (row_blocks_ == 1) ahead.read();
+    }
     for (int64_t i = 0; i < row_blocks_; ++i) {
       ahead.fetch(i, row_blocks_);
       run_row_block(i, at, blocks, count);
@@ -232,6 +235,23 @@ class RowTile {
       at[parts] = from;
       bytes[parts++] = size;
     }
+
+    // At once: few rows would wait for memory all along, and more comes of reading in the order of memory, which
+    // hardware prefetchers follow.
+    void read() {
+      uint64_t all = 0;
+      for (int part = 0; part < parts; ++part) {
+        for (int64_t i = 0; i < bytes[part]; i += 64) {
+          uint64_t word;
+          std::memcpy(&word, at[part] + i, sizeof(word));
+          all |= word;
+        }
+      }
+      asm volatile("" : : "r"(all));
+      parts = 0;
+    }
+
+    // Part i of `of`.
     void fetch(int64_t i, int64_t of) const {
       for (int part = 0; part < parts; ++part) {
         const int64_t lines = bytes[part] / 64;
