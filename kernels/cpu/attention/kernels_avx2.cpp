@@ -174,25 +174,33 @@ void scores8(const RowCodes& codes, int rows, const std::byte* k8, int64_t d, in
   });
 }
 
-// 2^x for x <= 0 (a little above is fine), within 2 units in the last place; 0 below 2^-126; NaN stays NaN (MAXPS and
-// the comparison give their second operand, or true, for it). The polynomial is the portable level's.
-inline __m256 exp2_near(__m256 x) {
-  const __m256 least = _mm256_set1_ps(-126.0F);
+// 2^x for x <= 0 (a little above is fine), within 2 units in the last place; 0 below 2^-126.5; NaN stays NaN (MAXPS
+// gives its second operand for it). The polynomial is the portable level's. Step by step for kN vectors, so that
+// several of their chains of 40 cycles run at a time.
+template <int kN>
+inline void exp2_near(__m256 (&x)[kN]) {
   const __m256 round = _mm256_set1_ps(12582912.0F);
-  const __m256 t = _mm256_max_ps(least, x);
-  const __m256 rounded = _mm256_add_ps(t, round);
-  const __m256 f = _mm256_sub_ps(t, _mm256_sub_ps(rounded, round));
-  __m256 p = _mm256_set1_ps(0x1.5bba0ep-10F);
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0x1.3cea88p-7F));
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0x1.c6b752p-5F));
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0x1.ebf9bcp-3F));
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0x1.62e42ap-1F));
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0F));
-  // `round` has nothing but zeros in the bits that the shift keeps: what is left is the integer, to which 127 is added.
-  const __m256i power =
-      _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(rounded), 23), _mm256_set1_epi32(127 << 23));
-  const __m256 some = _mm256_cmp_ps(x, least, _CMP_NLT_UQ);
-  return _mm256_and_ps(some, _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
+  __m256 p[kN];
+  __m256i power[kN];
+  TILEFUSE_UNROLL for (int i = 0; i < kN; ++i) x[i] = _mm256_max_ps(_mm256_set1_ps(-127.0F), x[i]);
+  TILEFUSE_UNROLL for (int i = 0; i < kN; ++i) {
+    const __m256 rounded = _mm256_add_ps(x[i], round);
+    // `round` has nothing but zeros in the bits that the shift keeps: what is left is the integer, to which 127 is
+    // added; of -127 comes a power of 0.
+    power[i] = _mm256_slli_epi32(_mm256_castps_si256(rounded), 23);
+    p[i] = _mm256_sub_ps(rounded, round);
+  }
+  TILEFUSE_UNROLL for (int i = 0; i < kN; ++i) x[i] = _mm256_sub_ps(x[i], p[i]);
+  constexpr float kTerms[] = {0x1.3cea88p-7F, 0x1.c6b752p-5F, 0x1.ebf9bcp-3F, 0x1.62e42ap-1F, 1.0F};
+  TILEFUSE_UNROLL for (int i = 0; i < kN; ++i) p[i] = _mm256_set1_ps(0x1.5bba0ep-10F);
+  TILEFUSE_UNROLL for (const float term : kTerms) {
+    TILEFUSE_UNROLL for (int i = 0; i < kN; ++i) p[i] = _mm256_fmadd_ps(p[i], x[i], _mm256_set1_ps(term));
+    TILEFUSE_UNROLL for (int i = 0; i < kN; ++i) pin(p[i]);
+  }
+  TILEFUSE_UNROLL for (int i = 0; i < kN; ++i) {
+    power[i] = _mm256_add_epi32(power[i], _mm256_set1_epi32(127 << 23));
+    x[i] = _mm256_mul_ps(p[i], _mm256_castsi256_ps(power[i]));
+  }
 }
 
 // To nearest, ties to even. Not for NaN, which the row's sum keeps.
@@ -208,42 +216,57 @@ inline float largest_lane(__m256 x) {
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
 
+// kN vectors of one row's weights, from scores at key j.
+template <int kN>
+inline void weights(const float* s, __m256 multiplier, __m256 offset, const float* value_scales, int j,
+                    __m256 (&sums)[2], uint16_t* to) {
+  __m256 x[kN];
+  TILEFUSE_UNROLL for (int i = 0; i < kN; ++i) x[i] = _mm256_fmadd_ps(_mm256_loadu_ps(s + 8 * i), multiplier, offset);
+  exp2_near(x);
+  TILEFUSE_UNROLL for (int i = 0; i < kN; ++i) sums[i % 2] = _mm256_add_ps(sums[i % 2], x[i]);
+  if (value_scales != nullptr) {
+    TILEFUSE_UNROLL for (int i = 0; i < kN; ++i) x[i] = _mm256_mul_ps(x[i], _mm256_loadu_ps(value_scales + j + 8 * i));
+  }
+  TILEFUSE_UNROLL for (int i = 0; i < kN; i += 2) {
+    const __m256i both = _mm256_packus_epi32(bf16_bits(x[i]), bf16_bits(x[i + 1]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * i), _mm256_permute4x64_epi64(both, 0xd8));
+  }
+}
+
 void softmax_row(const float* scores, const Chunk& chunk, int r, RowState& state, float& rescale, uint16_t* p) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
-  float largest = state.max[r];
+  // Multipliers are positive: the maximum of exponents is the exponent of the maximum. A NaN is dropped here, and back
+  // in the exponents.
+  __m256 most = _mm256_set1_ps(state.max[r]);
   for (int b = 0; b < chunk.blocks; ++b) {
-    if (chunk.keys[b] == 0) continue;
     const float* s = scores + b * kKeyBlock;
-    __m256 most[2] = {_mm256_set1_ps(kNone), _mm256_set1_ps(kNone)};
+    __m256 raw[2] = {_mm256_set1_ps(kNone), _mm256_set1_ps(kNone)};
     for (int j = 0; j < chunk.keys[b]; j += 16) {
-      most[0] = _mm256_max_ps(most[0], _mm256_loadu_ps(s + j));
-      most[1] = _mm256_max_ps(most[1], _mm256_loadu_ps(s + j + 8));
+      raw[0] = _mm256_max_ps(_mm256_loadu_ps(s + j), raw[0]);
+      raw[1] = _mm256_max_ps(_mm256_loadu_ps(s + j + 8), raw[1]);
     }
-    const float raw = largest_lane(_mm256_max_ps(most[0], most[1]));
-    largest = std::max(largest, raw * chunk.multiplier[b][r] + chunk.offset[b][r]);
+    if (chunk.keys[b] == 0) continue;
+    most = _mm256_max_ps(_mm256_fmadd_ps(_mm256_max_ps(raw[0], raw[1]), _mm256_set1_ps(chunk.multiplier[b][r]),
+                                         _mm256_set1_ps(chunk.offset[b][r])),
+                         most);
   }
+  const float largest = largest_lane(most);
   const float base = largest == kNone ? 0.0F : largest;
-  const __m256 change = exp2_near(_mm256_set1_ps(state.max[r] - base));
-  rescale = _mm256_cvtss_f32(change);
+  __m256 change[1] = {_mm256_set1_ps(state.max[r] - base)};
+  exp2_near(change);
+  rescale = _mm256_cvtss_f32(change[0]);
   state.max[r] = largest;
-  __m256 sums[2] = {_mm256_mul_ps(_mm256_load_ps(state.sums[r]), change),
-                    _mm256_mul_ps(_mm256_load_ps(state.sums[r] + 8), change)};
+  __m256 sums[2] = {_mm256_mul_ps(_mm256_load_ps(state.sums[r]), change[0]),
+                    _mm256_mul_ps(_mm256_load_ps(state.sums[r] + 8), change[0])};
   for (int b = 0; b < chunk.blocks; ++b) {
     const float* s = scores + b * kKeyBlock;
     const float* value_scales = chunk.v_scales[b];
     uint16_t* to = p + b * kKeyBlock;
     const __m256 multiplier = _mm256_set1_ps(chunk.multiplier[b][r]);
     const __m256 offset = _mm256_set1_ps(chunk.offset[b][r] - base);
-    for (int j = 0; j < chunk.keys[b]; j += 16) {
-      __m256 x[2];
-      for (int i = 0; i < 2; ++i) {
-        x[i] = exp2_near(_mm256_fmadd_ps(_mm256_loadu_ps(s + j + 8 * i), multiplier, offset));
-        sums[i] = _mm256_add_ps(sums[i], x[i]);
-        if (value_scales != nullptr) x[i] = _mm256_mul_ps(x[i], _mm256_loadu_ps(value_scales + j + 8 * i));
-      }
-      const __m256i both = _mm256_packus_epi32(bf16_bits(x[0]), bf16_bits(x[1]));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j), _mm256_permute4x64_epi64(both, 0xd8));
-    }
+    int j = 0;
+    for (; j + 32 <= chunk.keys[b]; j += 32) weights<4>(s + j, multiplier, offset, value_scales, j, sums, to + j);
+    if (j < chunk.keys[b]) weights<2>(s + j, multiplier, offset, value_scales, j, sums, to + j);
   }
   _mm256_store_ps(state.sums[r], sums[0]);
   _mm256_store_ps(state.sums[r] + 8, sums[1]);
