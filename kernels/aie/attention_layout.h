@@ -37,8 +37,8 @@
 //   scores, state, p: kScoresBytes, kStateBytes, kPBytes; the kernels' own.
 //
 // All operands are finite, and exponents, in base 2, below 2^29. Keys past the end of the sequence, in its last tile,
-// are zeros: they are masked. So are the causal edge and the
-// window, in the rows that they cross, and without a mask in memory: softmax compares positions.
+// are zeros: they are masked. So are the causal edge and the window, in the rows that they cross, and without a mask in
+// memory: softmax compares positions.
 #pragma once
 
 #include <stdint.h>

@@ -42,8 +42,7 @@ TF_INLINE T read(const uint8_t* bytes) {
 TF_INLINE Row16 row16(float value) { return Row16(Floats(aie::broadcast<float, 16>(value))); }
 TF_INLINE Ints bits_of(const Row16& x) { return x.template to_vector<float>().template cast_to<int32>(); }
 
-// --- products of fp32, from three bfloat16 pieces of 8 bits each
-// ------------------------------------------------------
+// --- products of fp32, from three bfloat16 pieces of 8 bits each ---
 
 struct Pieces {
   Bf16Rows high, middle, low;
@@ -89,8 +88,7 @@ TF_INLINE Accum add_product(const Accum& total, const Accum& x, const Bf16s& hig
   return aie::mac(result, x_high, high);
 }
 
-// --- between lanes
-// ----------------------------------------------------------------------------------------------------
+// --- between lanes ---
 
 // A block in which row i has value i of 8 in all its lanes.
 TF_INLINE Accum spread(const aie::vector<float, 8>& rows) {

@@ -105,18 +105,6 @@ void pack_rows8(const uint16_t* from, int rows, int64_t d, RowCodes& to) {
   }
 }
 
-void pack_keys16(const uint16_t* from, int64_t d, std::byte* to) {
-  transpose_words(from, kKeyBlock, d / 2, kKeyBlock, to);
-}
-
-float pack_keys8(const uint16_t* from, int keys, int64_t d, const uint16_t* mean, std::byte* to) {
-  int8_t codes[kKeyBlock * kMaxChannels];
-  const float scale = quantise_keys(from, keys, d, mean, codes);
-  for (int64_t i = 0; i < kKeyBlock * d; ++i) codes[i] = static_cast<int8_t>(codes[i] ^ -kKeyCodeBias);
-  transpose_words(codes, kKeyBlock, d / 4, kKeyBlock, to);
-  return scale;
-}
-
 void scores16(const void* rows16, int rows, const std::byte* k16, int64_t d, int keys, float* scores) {
   in_blocks<kRows16>(rows, [&]<int kR>(int at) {
     const float* q = static_cast<const float*>(rows16) + at * d;
@@ -327,9 +315,9 @@ const AttentionKernels& attention_kernels_avx2() {
       .pack_rows16 = pack_rows16,
       .pack_rows8 = pack_rows8,
       .largest = largest_any,
-      .pack_keys16 = pack_keys16,
+      .pack_keys16 = pack_keys16_any,
       .mean_of_keys = mean_of_keys_any,
-      .pack_keys8 = pack_keys8,
+      .pack_keys8 = pack_keys8_any,
       .pack_values16 = pack_values16_any,
       .widen_values = widen_values_any,
       .scores16 = scores16,

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "attention/attention_kernels.h"
 #include "bf16.h"
@@ -58,9 +59,14 @@ inline float largest_any(const uint16_t* from, int64_t count) {
   return bf16_to_float(bits);
 }
 
-inline float scale_of(float largest) { return largest == 0.0F ? 1.0F : largest / 127.0F; }
+// Of codes, given the largest magnitude. NaN if that isn't finite, so that NaN is what spreads: of Inf, scores of -inf
+// might come out, which count as masked.
+inline float scale_of(float largest) {
+  if (!(largest <= std::numeric_limits<float>::max())) return std::numeric_limits<float>::quiet_NaN();
+  return largest == 0.0F ? 1.0F : largest / 127.0F;
+}
 
-// Nearest integer to x / scale, ties to even, within +-127; 0 where that is NaN. Adding 1.5 * 2^23 rounds.
+// Nearest integer to x / scale, ties to even, within +-127; -127 where the scale is NaN. Adding 1.5 * 2^23 rounds.
 inline int32_t code_of(float x, float scale) {
   constexpr float kRound = 12582912.0F;
   float q = x / scale;
@@ -122,6 +128,18 @@ inline void transpose_words(const void* from, int rows, int64_t words, int64_t t
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t i = 0; i < words; ++i) out[i * to_stride + r] = load_word(in + (r * words + i) * 4);
   }
+}
+
+inline void pack_keys16_any(const uint16_t* from, int64_t d, std::byte* to) {
+  transpose_words(from, kKeyBlock, d / 2, kKeyBlock, to);
+}
+
+inline float pack_keys8_any(const uint16_t* from, int keys, int64_t d, const uint16_t* mean, std::byte* to) {
+  int8_t codes[kKeyBlock * kMaxChannels];
+  const float scale = quantise_keys(from, keys, d, mean, codes);
+  for (int64_t i = 0; i < kKeyBlock * d; ++i) codes[i] = static_cast<int8_t>(codes[i] ^ -kKeyCodeBias);
+  transpose_words(codes, kKeyBlock, d / 4, kKeyBlock, to);
+  return scale;
 }
 
 inline void pack_values16_any(const uint16_t* from, int64_t dv, std::byte* to) {

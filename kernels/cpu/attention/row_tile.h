@@ -168,8 +168,7 @@ class RowTile {
   }
 
   float row_scale(const uint16_t* x, int64_t row) {
-    const float largest = p_.scale_per_row ? k_.largest(x, p_.d) : largest_of_head(row);
-    return largest == 0.0F ? 1.0F : largest / 127.0F;
+    return scale_of(p_.scale_per_row ? k_.largest(x, p_.d) : largest_of_head(row));
   }
 
   // Over the row tile, which one scale serves.

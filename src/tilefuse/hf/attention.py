@@ -25,11 +25,11 @@ from tilefuse.errors import TileFuseError
 from tilefuse.hf.attention_config import NAME, choice_of
 from tilefuse.hf.masks import Span, attention_mask, spans_of
 from tilefuse.routing import Grid, Routing
+from tilefuse.tilemix.spec import MOST_CHANNELS
 
 _log = logging.getLogger("tilefuse")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOST_CHANNELS = 512
 
 ONE_QUERY = "sdpa: one query"
 """Decode: a row of scores is bound by reading keys and values, which SDPA does as they are."""
@@ -165,8 +165,8 @@ def _plan(
         return f"tensors on {query.device}", []
     if any(x.dtype not in _DTYPES for x in tensors):
         return f"{query.dtype}", []
-    if max(query.shape[-1], value.shape[-1]) > _MOST_CHANNELS:
-        return f"heads of more than {_MOST_CHANNELS} channels", []
+    if max(query.shape[-1], value.shape[-1]) > MOST_CHANNELS:
+        return f"heads of more than {MOST_CHANNELS} channels", []
     if mask is None or query.shape[2] == 1:
         return None, []
     found = spans_of(mask, query.shape[0])

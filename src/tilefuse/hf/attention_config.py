@@ -11,7 +11,7 @@ from torch import nn
 from tilefuse import QuantSpec
 from tilefuse.errors import RoutingError, TileFuseError
 from tilefuse.routing import Routing, Template, named
-from tilefuse.tilemix.template import template
+from tilefuse.tilemix.template import by_name
 
 NAME = "tilefuse"
 """Of the ``attn_implementation``, and of the configuration's attribute."""
@@ -93,9 +93,7 @@ def _made_by(entry: Mapping[str, Any], layer: int | None) -> Any:
     made_by = entry.get("routing", "local_sink")
     options = {key: entry[key] for key in _TEMPLATE_KEYS if entry.get(key) is not None}
     if isinstance(made_by, str):
-        if not options:
-            return named(made_by)
-        return template(made_by, **options)
+        return by_name(made_by, **options)
     if made_by is None or isinstance(made_by, Template | Routing) or callable(made_by):
         if options:
             raise RoutingError(

@@ -15,9 +15,9 @@ from tilefuse.hf.attention import AttentionUse, attention_use
 from tilefuse.hf.attention_config import NAME, set_attention
 from tilefuse.hf.generation import DTYPES, Generated, Loaded, check_temperature, generate, load, peak_memory, prompt_ids
 from tilefuse.hf.routing import phases_of
-from tilefuse.routing import Template, named
+from tilefuse.routing import Template
 from tilefuse.runtime import resolve_device, set_num_threads
-from tilefuse.tilemix.template import template
+from tilefuse.tilemix.template import by_name
 
 
 def run(
@@ -127,7 +127,7 @@ def _routing(attention: str, coverage: float | None) -> Template | None:
         if coverage is not None:
             raise TileFuseError("coverage goes with a layout: pass --attention local_sink, for one")
         return None
-    return named(attention) if coverage is None else template(attention, coverage)
+    return by_name(attention, coverage)
 
 
 def _attention(uses: Sequence[AttentionUse]) -> str:

@@ -61,7 +61,7 @@ class _Layer:
         grown = aligned_empty(math.prod(shape)).reshape(shape)
         filled = int(self.lengths.max(initial=0)) // BLOCK_N
         grown[:, :, :filled] = self.sealed[:, :, :filled]
-        # A call that still reads the old blocks holds them.
+        # A call that still reads the old blocks holds them (`CacheView.place`).
         self.sealed, self.blocks = grown, blocks
 
     @property
@@ -277,16 +277,22 @@ class CacheView:
         _core.cache_reopen(**self._description(), sequences=address(table), batch=len(table))
         layer.lengths[self.sequences] = kept
 
-    def place(self, table: npt.NDArray[Any]) -> dict[str, Any]:
-        """Enters where the sequences' blocks are into the CPU kernels' table; returns their layouts."""
+    def place(self, table: npt.NDArray[Any]) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
+        """Enters where the sequences' blocks are into the CPU kernels' table.
+
+        Returns:
+            Their layouts, and the sealed blocks' array, to be held until the kernels are done: a cache that grows lets
+            go of it.
+        """
         layer = self.cache.layers[self.layer]
-        table["sealed"] = address(layer.sealed) + self.sequences * layer.sealed.strides[0]
+        sealed = layer.sealed
+        table["sealed"] = address(sealed) + self.sequences * sealed.strides[0]
         table["open"] = address(layer.open) + self.sequences * layer.open.strides[0]
-        table["sealed_stride"] = layer.sealed.strides[1]
+        table["sealed_stride"] = sealed.strides[1]
         table["open_stride"] = layer.open.strides[1]
         if layer.sink is not None:
             table["sink"] = address(layer.sink) + self.sequences * layer.sink.strides[0]
-        return {"sealed": self.cache.sealed_layout, "open": self.cache.open_layout}
+        return {"sealed": self.cache.sealed_layout, "open": self.cache.open_layout}, sealed
 
     def _table(self, layer: _Layer, counts: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         table = np.zeros(len(self.sequences), _CACHED)

@@ -112,7 +112,7 @@ def attention(
         raise DtypeError(f"{'k' if k is None else 'v'} is None: pass an array, or a kv_cache for both")
 
     sequences, shape_q, shape_k, dim_v = _shapes(q, k, v, cu_seqlens)
-    heads, heads_kv, dim = _heads(shape_q, shape_k, sequences.packed)
+    heads, heads_kv, dim = _heads(shape_q, shape_k)
     factor = scale_of(scale, dim)
     maps = call_maps(routing, sequences, causal, window)
     words, row_tiles, groups = assemble(maps, sequences, heads_kv)
@@ -272,7 +272,7 @@ def _shapes(q: Any, k: Any, v: Any, cu_seqlens: Any) -> tuple[Sequences, tuple[i
     return batch_sequences(shape_q[0], shape_q[2], shape_k[2]), shape_q, shape_k, shape_v[-1]
 
 
-def _heads(shape_q: tuple[int, ...], shape_k: tuple[int, ...], packed: bool) -> tuple[int, int, int]:
+def _heads(shape_q: tuple[int, ...], shape_k: tuple[int, ...]) -> tuple[int, int, int]:
     """Query heads, KV heads, channels."""
     heads, heads_kv, dim = shape_q[1], shape_k[1], shape_q[-1]
     _check_heads(heads, heads_kv)

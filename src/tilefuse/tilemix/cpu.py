@@ -57,7 +57,7 @@ def run(call: Call, cache: CacheView | None = None, positions: npt.NDArray[np.in
     table = _table(call, q)
     k_rows = v_rows = nothing
     layouts: dict[str, Any] = {}
-    keep: list[Operand] = [q]
+    keep: list[Any] = [q]
     if cache is None:
         assert call.k is not None
         assert call.v is not None
@@ -67,7 +67,8 @@ def run(call: Call, cache: CacheView | None = None, positions: npt.NDArray[np.in
         table["k_at"] = first_of(k, call.sequences.k_first, packed)
         table["v_at"] = first_of(v, call.sequences.k_first, packed)
     else:
-        layouts = cache.place(table)
+        layouts, held = cache.place(table)
+        keep.append(held)
     out = call.out
     if dim_v != call.dim_v:
         wide = np.empty((*out.shape[:-1], dim_v), np.float32)

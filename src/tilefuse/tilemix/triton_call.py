@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tilefuse.errors import DeviceError, DtypeError, RoutingError, ShapeError
 from tilefuse.tilemix.grid import BLOCK_M, BLOCK_N, MAX_LEN
+from tilefuse.tilemix.reference import score_factor
 
 IntArray = npt.NDArray[np.int64]
 
@@ -182,8 +183,7 @@ def triton_attention(
     torch, kernels, interpreted = load()
     packed = sequences is not None and sequences.packed
     _check(torch, q, k, v, packed, interpreted)
-    head_axis = 1
-    heads, heads_kv, depth, depth_v = q.shape[head_axis], k.shape[head_axis], q.shape[-1], v.shape[-1]
+    heads, heads_kv, depth, depth_v = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
     if scale is None:
         scale = depth**-0.5
     if not 0 < scale < math.inf:
@@ -229,7 +229,7 @@ def triton_attention(
             *_strides(q, packed), *_strides(k, packed), *_strides(v, packed), *_strides(into, packed),
             *(_strides(lse, packed) if return_lse else (0, 0, 0)),
             heads, heads // heads_kv, tables.tile_count, tables.map_rows, tiles.shape[0], tables.capacity,
-            tables.key_blocks, window or 0, float(np.float32(scale * math.log2(math.e))),
+            tables.key_blocks, window or 0, float(score_factor(scale)),
             D=depth, DP=_padded(depth), DV=depth_v, DVP=_padded(depth_v),
             BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, PARTS=BLOCK_N // blocks.keys,
             CAUSAL=bool(causal), WINDOW=window is not None, ROUTED=routed, SMOOTH=quant.smooth != "none",

@@ -343,7 +343,7 @@ def attend(q, k, v, k8, k_scale, means, q_scale, out, lse, seqs, rows, tiles, en
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
            CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROUTED: tl.constexpr, SMOOTH: tl.constexpr,
            PER_TILE: tl.constexpr, LSE: tl.constexpr, UPCAST: tl.constexpr):
-    """BLOCK_M query rows of one head. `scale` is the softmax scale times log2(e).
+    """BLOCK_M query rows of one head. `scale` is the softmax scale times log2(e) (`reference.score_factor`).
 
     Heads are the fastest part of the program's number: those that share keys run side by side.
     """
