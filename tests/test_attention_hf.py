@@ -125,6 +125,7 @@ def test_not_causal() -> None:
         ({"mask": "gap"}, "a mask that is not of lengths and a window"),
         ({"mask": "float"}, "a mask of torch.float32, not bool"),
         ({"mask": "heads"}, "a mask of its own for each head"),
+        ({"mask": "row"}, "a mask of shape [1, 1, 1, 80] for 80 queries and 80 keys"),
         ({"double": True}, "torch.float64"),
         ({"grad": True}, "a gradient is wanted"),
     ],
@@ -140,6 +141,9 @@ def test_what_sdpa_does_instead(change: dict[str, Any], reason: str, caplog: pyt
     given: Any = seen
     if kind == "float":
         given = torch.zeros(1, 1, 80, 80).masked_fill(~seen, -torch.inf)
+    if kind == "row":
+        seen = torch.arange(80)[None, None, None] < 50
+        given = seen
     if kind == "heads":
         seen = seen.repeat(1, 4, 1, 1)
         seen[:, 1, 40:, 7] = False

@@ -169,6 +169,8 @@ def _plan(
         return f"heads of more than {MOST_CHANNELS} channels", []
     if mask is None or query.shape[2] == 1:
         return None, []
+    if mask.shape[-2:] != (query.shape[2], key.shape[2]):
+        return f"a mask of shape {list(mask.shape)} for {query.shape[2]} queries and {key.shape[2]} keys", []
     found = spans_of(mask, query.shape[0])
     return (found, []) if isinstance(found, str) else (None, found)
 
