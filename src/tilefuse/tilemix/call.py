@@ -71,7 +71,8 @@ def attention(
         scale: Of scores; 1 / sqrt(d) for None.
         window: A query sees only so many keys up to its own position, itself included; None for all.
         cu_seqlens: B + 1 offsets of the sequences of packed arrays, or a pair of them, for q and for k and v.
-        quant: How the INT8 path quantises.
+        quant: How the INT8 path quantises. With ``kv_cache`` its ``smooth`` is not looked at: keys are smoothed as the
+            cache was told when they came.
         kv_cache: A `KVCache` of one layer, or a view of one (`KVCache.view`). k and v are appended first; then q, the
             newest Lq tokens, attends to all that each sequence has. A map is then one of the whole context, and a
             query keeps its bits however a prompt is cut into calls: templates are built for the cache's capacity, and
