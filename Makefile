@@ -47,6 +47,7 @@ format: $(VENV)/.lint ## Rewrite the sources in the project's style
 
 bench: $(VENV)/.bench ## Measure against other libraries, model kernels and array; writes docs/benchmarks/
 	$(BIN)/python benchmarks/cpu.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/kernels.py
@@ -62,6 +63,7 @@ generation: $(VENV)/.stamp-run ## Measure a small language model beside llama.cp
 
 perplexity: $(VENV)/.hf $(VENV)/.stamp-run ## Measure the accuracy of a small real model; writes docs/benchmarks/ (downloads torch)
 	$(BIN)/python benchmarks/perplexity.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/attention_accuracy.py
 
 kernels: $(VENV)/.installed ## Build the array's kernels with Peano into build/kernels
 	$(BIN)/python -m tilefuse.kernels_build $(KERNELS_ARGS)

@@ -7,7 +7,8 @@
     python benchmarks/cpu.py --make-peers DIR         # makes the peers' environments, once
 
 Method. That of `benchmarks/cpu.py`: a process a library, all with as many threads, turns in every round, rounds taken
-again where a probe of arithmetic fell below 0.7 of the best. All have the same bfloat16 q, k and v; the errors are of
+again where a probe of arithmetic fell below 0.7 of the best. Figures are of each contender's fastest round; --merge
+adds those of earlier runs. All have the same bfloat16 q, k and v; the errors are of
 16 queries of every head against float64, results rounded to bfloat16 first.
 """
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from measure import Limits
 from peers.attention import operations
@@ -30,7 +29,8 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        return statistics.median(self.rounds)
+        """Of the fastest round: what else runs on a machine only slows, some contenders more than others."""
+        return min(self.rounds)
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,18 @@ class AttentionRun:
     failures: list[str] = field(default_factory=list)
 
     def merge(self, other: AttentionRun) -> None:
-        """Takes what ``other``, the later one, has; a case in both is the other's."""
+        """Takes what ``other``, the later one, has; of a contender in the same case of both, the rounds of both."""
         self.facts |= other.facts
         self.contenders |= other.contenders
-        again = {case.key for case in other.cases}
-        cases = [case for case in self.cases if case.key not in again] + other.cases
-        self.cases = sorted(cases, key=lambda case: (case.decode, case.key))
+        cases = {case.key: case for case in self.cases}
+        for case in other.cases:
+            known = cases.setdefault(case.key, case)
+            if known is not case:
+                known.limits.extend(case.limits)
+                for name, each in case.measured.items():
+                    before = known.measured[name].rounds if name in known.measured else []
+                    known.measured[name] = replace(each, rounds=before + each.rounds)
+        self.cases = sorted(cases.values(), key=lambda case: (case.decode, case.key))
         self.failures = list(dict.fromkeys(self.failures + other.failures))
 
 
@@ -112,15 +118,14 @@ def from_json(text: str) -> AttentionRun:
 
 
 def times_faster(case: AttentionCase, name: str, than: str) -> float | None:
-    """Median over rounds of the time of ``than`` over that of ``name`` in the same round; None where one is missing."""
+    """The time of ``than`` over that of ``name``, each in its fastest round; None where one is missing."""
     if name not in case.measured or than not in case.measured:
         return None
-    pairs = zip(case.measured[than].rounds, case.measured[name].rounds, strict=False)
-    return statistics.median(theirs / ours for theirs, ours in pairs)
+    return case.measured[than].seconds / case.measured[name].seconds
 
 
 def fastest_peer(run: AttentionRun, case: AttentionCase) -> str | None:
-    """The fastest contender that is not ours, by its median; None without one."""
+    """The fastest contender that is not ours; None without one."""
     peers = [name for name in case.measured if not run.contenders[name].ours]
     return min(peers, key=lambda name: case.measured[name].seconds, default=None)
 
