@@ -1,6 +1,6 @@
 """Attention on the emulated array: modelled times by length, heads and routing, and what bounds them.
 
-    python benchmarks/attention_array.py            # writes docs/benchmarks/attention_array.md
+    python benchmarks/attention_array.py            # writes docs/benchmarks/attention-array.md
     python benchmarks/attention_array.py --print    # prints it
 
 The design runs on the emulated array for timing only (docs/emulated-array.md): kernels take the cycles that their host
@@ -23,7 +23,7 @@ from tilefuse.emulator.timing import Report
 from tilefuse.plan import AttentionPlan
 from tilefuse.tilemix import emulated
 
-OUTPUT = page.FOLDER / "attention_array.md"
+OUTPUT = page.FOLDER / "attention-array.md"
 
 MODELS = {"Llama-3-8B": (32, 8, 128), "Llama-3.2-1B": (32, 8, 64), "SmolLM2-1.7B": (32, 32, 64)}
 """Heads of q, heads of k and v, size of a head."""

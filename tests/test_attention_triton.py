@@ -144,7 +144,10 @@ def adversaries(rng: np.random.Generator, length: int, d: int) -> dict[str, np.n
 @pytest.mark.parametrize("d", [80, 256])
 def test_codes_scales_means_and_integer_scores_are_the_specifications(rng: np.random.Generator, d: int) -> None:
     length = 136  # the last block of keys and the last tile of rows have 8
-    for name, x in adversaries(rng, length, d).items():
+    cases = adversaries(rng, length, d)
+    if d == 256:  # an interpreter is slow: what depends on the number of channels
+        cases = {name: cases[name] for name in ("gauss", "all +-127", "outliers")}
+    for name, x in cases.items():
         (tensor,) = tensors(x)
         packed = tensor.to(torch.bfloat16)
         tables = tables_of(packed, packed)
@@ -270,15 +273,19 @@ def test_outputs_are_the_specifications(
 
 
 def test_bit_63_and_several_words(rng: np.random.Generator) -> None:
-    """16 queries at the end of more than 64 key tiles: an INT8 tile that is bit 63, and one in the second word."""
+    """16 queries at the end of more than 64 key tiles, of which a window leaves the last five: an INT8 tile that is bit
+    63, and one in the second word."""
     q, k, v = operands(rng, 1, 1, 1, 16, 66 * 64, 32)
-    grid = Grid(16, 66 * 64)
+    window = 4 * 64
     bits = np.zeros((1, 66), np.bool_)
-    bits[0, [0, 63, 64]] = True
-    routing = Routing.from_bits(bits, grid)
-    assert routing.words.tolist() == [[1 | 1 << 63, 1]]
-    found = triton_attention(*tensors(q, k, v), quant=Quant(), words=routing.words, return_lse=True)
-    assert_close(found, reference.attention_tiles(q, k, v, routing), v)
+    bits[0, [62, 63, 64]] = True
+    routing = Routing.from_bits(bits, Grid(16, 66 * 64, window=window))
+    assert routing.words.tolist() == [[0b11 << 62, 1]]
+    found = triton_attention(
+        *tensors(q, k, v), quant=Quant("row", "none"), window=window, words=routing.words, return_lse=True
+    )
+    expected = reference.attention_tiles(q, k, v, routing, window=window, smooth="none")
+    assert_close(found, expected, v, RELATIVE_REORDERED)
 
 
 def test_all_16_bit_and_all_int8(rng: np.random.Generator) -> None:

@@ -30,7 +30,7 @@ def test_int8_tiles_take_less_time() -> None:
 
 
 def test_the_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "OUTPUT", tmp_path / "docs" / "attention_array.md")
+    monkeypatch.setattr(benchmark, "OUTPUT", tmp_path / "docs" / "attention-array.md")
     monkeypatch.setattr(benchmark, "MODELS", {"Llama-3-8B": (8, 2, 128)})
     monkeypatch.setattr(benchmark, "LENGTHS", (256,))
     monkeypatch.setattr(benchmark, "ESTIMATED", (512,))

@@ -8,6 +8,7 @@ Times in reports are *modelled*.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -31,6 +32,9 @@ Float32 = npt.NDArray[np.float32]
 
 _LOADED = threading.local()
 """Arrays with a configuration on them: each runs on the thread that loaded it."""
+
+# While there are still modules, which the arrays need to let go of their cores.
+atexit.register(lambda: _LOADED.__dict__.clear())
 
 
 class Attended(NamedTuple):
