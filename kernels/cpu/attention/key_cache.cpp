@@ -91,6 +91,7 @@ void append_head(const AttentionKernels& kernels, const KeyCache& cache, const H
     const int64_t filled = at % kKeyBlock;
     const int64_t rows = std::min(kKeyBlock - filled, s.count - done);
     load_rows(kernels, k, s.k_at, head, done, rows, cache.open.d, block.keys() + filled * cache.open.d);
+    spread_infinite(kernels, block.keys() + filled * cache.open.d, rows * cache.open.d);
     load_rows(kernels, v, s.v_at, head, done, rows, cache.open.dv, block.values() + filled * cache.open.dv);
     const bool full = filled + rows == kKeyBlock;
     const bool to_sink = s.sink != nullptr && at < kKeyBlock;

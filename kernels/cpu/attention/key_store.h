@@ -1,6 +1,7 @@
 // The keys and values of one head of one sequence: packed from arrays, or as a cache keeps them.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 
 #include "attention/attention_kernels.h"
@@ -9,6 +10,9 @@
 
 namespace tilefuse {
 namespace {
+
+inline constexpr uint16_t kInfinityBf16 = 0x7f80;
+inline constexpr uint16_t kQuietBf16 = 0x0040;
 
 // One block, wherever it is; null: not there.
 struct KeyBlock {
@@ -70,6 +74,14 @@ inline void load_rows(const AttentionKernels& kernels, const HeadRows<const void
   }
 }
 
+// Queries and keys that are Inf become NaN: their scores would be weights of 0 where they are -inf.
+inline void spread_infinite(const AttentionKernels& kernels, uint16_t* x, int64_t count) {
+  if (std::isfinite(kernels.largest(x, count))) return;
+  for (int64_t i = 0; i < count; ++i) {
+    if ((x[i] & 0x7fffU) == kInfinityBf16) x[i] |= kQuietBf16;
+  }
+}
+
 inline constexpr int64_t kRowsBuffer = int64_t{kKeyBlock} * 512;
 
 // Packs block t; `rows` is scratch, kRowsBuffer. `mean`: of the whole sequence, for Smoothing::global.
@@ -79,6 +91,7 @@ inline void pack_block(const AttentionKernels& kernels, const AttentionProblem& 
   const int64_t first = t * kKeyBlock;
   const int keys = static_cast<int>(std::min<int64_t>(kKeyBlock, s.key_len - first));
   load_rows(kernels, p.k, s.k_at, kv_head, first, keys, p.d, rows);
+  spread_infinite(kernels, rows, keys * p.d);
   std::fill(rows + keys * p.d, rows + kKeyBlock * p.d, uint16_t{0});
   if (want16) kernels.pack_keys16(rows, p.d, to + layout.k16);
   if (want8) {

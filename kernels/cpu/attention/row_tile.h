@@ -158,6 +158,7 @@ class RowTile {
       const int64_t row = block * k_.rows + r;
       load_rows(k_, p_.q, s_.q_at, head_of(row), position_of(row), 1, p_.d, buffer_ + r * p_.d);
     }
+    spread_infinite(k_, buffer_, rows * p_.d);
     k_.pack_rows16(buffer_, rows, p_.d, rows16_ + block * row16_stride_);
     if (tiles8_ == 0) return;
     RowCodes& codes = codes_[block];
@@ -179,7 +180,7 @@ class RowTile {
     for (int64_t i = 0; i < count; ++i) {
       load_rows(k_, p_.q, s_.q_at, head_of(row), row0_ + i, 1, p_.d, one);
       const float x = k_.largest(one, p_.d);
-      if (!(x <= largest)) largest = x;
+      if (!std::isnan(largest) && !(x <= largest)) largest = x;
     }
     return largest;
   }
@@ -385,6 +386,11 @@ class RowTile {
       const int64_t row = block * k_.rows + r;
       float sum = 0.0F;
       for (const float x : states_[block].sums[r]) sum += x;
+      if (sum == 0.0F) {
+        // No keys, or only ones whose scores overflowed to -inf.
+        const Sight sight = sight_of(p_, s_, position_of(row));
+        if (sight.begin < sight.end) sum = std::numeric_limits<float>::quiet_NaN();
+      }
       if (sum == 0.0F) std::fill_n(out_ + row * dv, p_.dv, 0.0F);
       auto* to = static_cast<std::byte*>(p_.out.data) +
                  (s_.out_at + head_of(row) * p_.out.head_stride + position_of(row) * p_.out.row_stride) * size;

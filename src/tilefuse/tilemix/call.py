@@ -12,6 +12,7 @@ from tilefuse.arrays import is_torch
 from tilefuse.errors import DeviceError, DtypeError, OptionError, ShapeError
 from tilefuse.tilemix import cpu, oracle
 from tilefuse.tilemix.cache import CacheView, view_of
+from tilefuse.tilemix.grid import MOST_WINDOW
 from tilefuse.tilemix.maps import assemble, call_maps, context_maps
 from tilefuse.tilemix.operands import Operand, axes_of, operand, target
 from tilefuse.tilemix.spec import (
@@ -28,8 +29,6 @@ from tilefuse.tilemix.spec import (
 )
 
 BACKENDS = ("cpu", "triton", "emulator", "reference")
-
-_MOST_WINDOW = 1 << 30
 
 _DEFAULT_QUANT = QuantSpec()
 
@@ -87,10 +86,11 @@ def attention(
     Returns:
         [B, Hq, Lq, dv] or [sum Lq, Hq, dv], of the library and dtype of q.
 
-    NaN and Inf are not looked for; they spread. A result is NaN where the query, a key or a value that it sees has a
-    NaN; on the INT8 path, where a key of a block of 64 that it sees some of has a NaN or an Inf, since they share a
-    scale. Other queries of its row tile of 128 may become NaN (0 * NaN is NaN), queries of other tiles that see none of
-    it never. Values beyond bfloat16's range count as Inf.
+    What isn't finite in bfloat16 spreads. A result and its lse are NaN where the query or a key that it sees isn't
+    finite; on the INT8 path, where a key of a block of 64 that it sees some of isn't (of any block with
+    ``smooth="global"``), since they share a scale. Values that a query sees enter its result as numbers do: Inf, or NaN.
+    Other queries of its row tile of 128 may become NaN (0 * NaN is NaN), queries of other tiles that see none of it
+    never. Nor does a query get zeros because all of its scores are beyond float32: it gets NaN.
 
     Raises:
         ShapeError, DtypeError, OptionError, RoutingError, DeviceError: An argument doesn't fit; the message says which
@@ -98,7 +98,7 @@ def attention(
     """
     causal = flag(causal, "causal")
     if window is not None:
-        window = integer(window, "window", 1, _MOST_WINDOW)
+        window = integer(window, "window", 1, MOST_WINDOW)
     if not isinstance(quant, QuantSpec):
         raise DtypeError(f"quant is a {type(quant).__name__}: pass a tilefuse.QuantSpec")
     return_lse = flag(return_lse, "return_lse")

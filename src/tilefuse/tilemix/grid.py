@@ -24,6 +24,9 @@ WORD_BITS = 64
 MAX_LEN = 1 << 26
 """Queries or keys of a sequence: the tie-breaking hash of the layouts holds 2^20 key tiles of 64."""
 
+MOST_WINDOW = 1 << 30
+"""Keys of a window: any that hides nothing may be given."""
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -81,7 +84,7 @@ class Grid:
         set_field(self, "key_len", index(self.key_len, "key_len", 0))
         set_field(self, "causal", bool(self.causal))
         if self.window is not None:
-            set_field(self, "window", index(self.window, "window", 1))
+            set_field(self, "window", index(self.window, "window", 1, MOST_WINDOW))
         set_field(self, "group", index(self.group, "group", 1))
         for name in ("block_m", "block_n"):
             set_field(self, name, index(getattr(self, name), name, 16, 1 << 12))

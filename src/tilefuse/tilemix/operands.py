@@ -88,6 +88,8 @@ def _of_torch(x: Any, argument: str, copy: bool) -> Operand | None:
         raise DtypeError(f"{argument} is {x.layout}: pass a dense tensor (.to_dense())")
     x = x.detach()
     if x.is_neg():
+        if not copy:
+            return None
         x = x.resolve_neg()
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         if not copy:

@@ -164,6 +164,8 @@ def attention_tiles(
         RoutingError: The routing isn't one of this call.
     """
     q, k, v = to_bf16(q), to_bf16(k), to_bf16(v)
+    # A score of -inf would be a weight of 0.
+    q, k = (np.where(np.isinf(x), np.float32(np.nan), x) for x in (q, k))
     batch, kv_heads, share, scale = _check(q, k, v, scale)
     grid = _grid(q, k, routing, causal, window, kv_heads)
     queries = q.reshape(batch, kv_heads, share, *q.shape[2:])
@@ -197,7 +199,9 @@ def attention_tiles(
                         raw = tile_q @ k[b, h, at].T
                         multiplier = np.full(raw.shape[:-1], factor)
                         offset = np.zeros(raw.shape[:-1], np.float32)
-                    raw[..., ~_visible(grid, span, at)] = -np.inf
+                    visible = _visible(grid, span, at)
+                    raw[..., ~visible] = -np.inf
+                    state.seen |= visible.any(axis=1)
                     state.add(raw, multiplier, offset, v[b, h, at])
                 out[b, h, :, span], lse[b, h, :, span] = state.end()
     return Attended(out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1]))
@@ -240,6 +244,7 @@ class _State:
 
     def __init__(self, heads: int, rows: int, depth: int) -> None:
         self.peak = np.full((heads, rows), -np.inf, np.float32)
+        self.seen = np.zeros(rows, np.bool_)
         self.total = np.zeros((heads, rows), np.float32)
         self.out = np.zeros((heads, rows, depth), np.float32)
 
@@ -256,6 +261,8 @@ class _State:
 
     def end(self) -> tuple[Float32, Float32]:
         """The outputs [heads, rows, dv] and natural log-sum-exps [heads, rows]."""
+        # With keys, but all of their scores overflowed to -inf: no weights.
+        self.total[(self.total == 0) & self.seen] = np.nan
         some = self.total != 0  # NaN is no zero
         total = np.where(some, self.total, np.float32(1))
         out = np.where(some[..., None], self.out / total[..., None], np.float32(0))
