@@ -88,7 +88,7 @@ def attention(
 
     What isn't finite in bfloat16 spreads. A result and its lse are NaN where the query or a key that it sees isn't
     finite; on the INT8 path, where a key of a block of 64 that it sees some of isn't (of any block with
-    ``smooth="global"``), since they share a scale. Values that a query sees enter its result as numbers do: Inf, or NaN.
+    ``smooth="global"``), since they share a scale. Values that a query sees enter as numbers do, Inf or NaN.
     Other queries of its row tile of 128 may become NaN (0 * NaN is NaN), queries of other tiles that see none of it
     never. Nor does a query get zeros because all of its scores are beyond float32: it gets NaN.
 
