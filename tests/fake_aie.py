@@ -31,7 +31,7 @@ class ObjectFifo:
     def __init__(self, obj_type, *, depth=2, name=None):
         self.name = name
 
-    def prod(self, tile=None):
+    def prod(self, tile=None, depth=None):
         return Handle(self)
 
     cons = prod

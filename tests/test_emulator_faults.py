@@ -82,8 +82,8 @@ def test_a_worker_that_holds_what_it_waits_for() -> None:
         x.acquire(2)
         x.release(2)
 
-    text = fails(DeadlockError, "deadlock", core=core, l2_words=64, depth=2, sequence=one_object)
-    assert re.search(r"waits for 1 object of fifo 'a_core', holding 1: 0 of 2 filled.*1 being read", text)
+    text = fails(DeadlockError, "deadlock", core=core, l2_words=64, depth=3, sequence=one_object)
+    assert re.search(r"waits for 1 object of fifo 'a_core', holding 1: 0 of 3 filled.*1 being read", text)
 
 
 def one_object(a: Any, c: Any, into: Any, out: Any) -> None:
@@ -140,6 +140,23 @@ def test_a_depth_of_one_where_two_are_needed() -> None:
 
     with pytest.raises(ValueError, match=r"2 objects to acquire are more than the depth 1"):
         run(copy_design(256, core=window, depth=1), count(256), np.zeros(256, np.int32))
+
+
+def test_no_room_to_read_ahead() -> None:
+    """Both ends of a_core have two objects: the compiler would give the core a third (findObjectFifoSize)."""
+
+    def pairs(x: Any, y: Any, kernel: Any) -> None:
+        for source in x.acquire(2):
+            kernel(source, y.acquire(1))
+            y.release(1)
+        x.release(2)
+
+    program = copy_design(256, core=pairs, depth=2)
+    with pytest.raises(ArrayLimitError, match=r"acquires 2 objects of fifo 'a_core', which has 2.* Make this depth 3"):
+        run(program, count(256), np.zeros(256, np.int32))
+    c = np.zeros(256, np.int32)
+    run(copy_design(256, core=pairs, depth=3), count(256), c)
+    assert np.array_equal(c, count(256))
 
 
 def test_a_hanging_configuration_stays_so() -> None:

@@ -127,7 +127,7 @@ def attention(iron: Any, plan: AttentionPlan) -> Any:
         iron.Worker(
             core_of_one if blocks == 1 else core_of_two,
             [
-                q_cores[column][row].cons(),
+                q_cores[column][row].cons(depth=blocks),
                 kv_teams[column // config.share].cons(),
                 y_cores[column][row].prod(),
                 iron.Buffer(scores, name=f"scores{column}_{row}"),
@@ -147,7 +147,12 @@ def attention(iron: Any, plan: AttentionPlan) -> Any:
 
 
 def _queries(iron: Any, config: AttentionConfiguration) -> tuple[list[Any], list[list[Any]]]:
-    """Fifos into the memory tiles, and from each the four to its cores."""
+    """Fifos into the memory tiles, and from each the four to its cores.
+
+    Both ends of a core's fifo must not have one depth if the core takes two objects at a time: of such a fifo the
+    compiler makes one object more than are taken, to read ahead, and there is no memory for a third. The memory tile's
+    end has no objects of its own, so its depth says nothing.
+    """
     rows = range(arch.CORE_ROWS)
     into, cores = [], []
     for column in range(config.columns):
@@ -157,7 +162,7 @@ def _queries(iron: Any, config: AttentionConfiguration) -> tuple[list[Any], list
             fifo.cons().split(
                 [row * config.q_object // arch.WORD for row in rows],
                 tile=iron.Tile(column, arch.MEM_ROW),
-                depths=[config.blocks for _ in rows],
+                depths=[1 for _ in rows],
                 obj_types=[words(config.q_object) for _ in rows],
                 names=[f"q{column}_core{row}" for row in rows],
             )

@@ -32,11 +32,16 @@ TF_INLINE OperandStream operand_stream(const uint8_t* bytes) {
   return OperandStream(reinterpret_cast<const bfp16ebs8*>(bytes));
 }
 
+// The core loads and stores aligned words only: what is not known to be aligned would be moved byte by byte.
 template <typename T>
 TF_INLINE T read(const uint8_t* bytes) {
   T value;
-  memcpy(&value, bytes, sizeof value);
+  memcpy(&value, __builtin_assume_aligned(bytes, alignof(T)), sizeof value);
   return value;
+}
+template <typename T>
+TF_INLINE void write(uint8_t* bytes, const T& value) {
+  memcpy(__builtin_assume_aligned(bytes, alignof(T)), &value, sizeof value);
 }
 
 TF_INLINE Row16 row16(float value) { return Row16(Floats(aie::broadcast<float, 16>(value))); }

@@ -191,7 +191,7 @@ class Scores {
                     .window = read<int32_t>(q + 16),
                     .causal = read<int32_t>(q + 24),
                     .base = base};
-    memcpy(scores + kScoresTile, &tile, sizeof tile);
+    write(scores + kScoresTile, tile);
   }
 };
 

@@ -178,7 +178,7 @@ class Softmax {
     const Bf16s factor = spread(rows.factor.template extract<8>(which));
     const auto grown = static_cast<int32_t>(rows.grown);
     aie::store_v(reinterpret_cast<bfloat16*>(p + kPFactors) + block * 64, factor);
-    memcpy(p + kPMarks + block * 4, &grown, sizeof grown);
+    write(p + kPMarks + block * 4, grown);
     float* l_at = state + kRows + block * 64;
     Accum l = gemm::load_accum(l_at);
     if (rows.grown) l = scaled(l, factor);

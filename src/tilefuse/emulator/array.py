@@ -2,7 +2,9 @@
 
 Rules of the lowering (mlir-aie's stateful transform of object fifos):
 
-- An end of a fifo that goes through a DMA: ``depth`` objects, 2 locks, a channel, ``depth`` descriptors.
+- An end of a fifo that goes through a DMA: ``depth`` objects, 2 locks, a channel, ``depth`` descriptors. Where all ends
+  have one depth, the compiler takes it for a wish: a core that acquires n objects at a time has n + 1 (or 1 of a depth
+  of 1). A worker that would get more than ``depth`` is refused; one that would get fewer is not found.
 - A link has one pool in its memory tile: the objects of the fifo whose objects are bigger, in that fifo's depth. A
   split or join has 2 locks for each branch, and its joined side a descriptor for each branch of each object.
 - Between neighbours with one consumer and no stream dimensions, the objects lie in a memory that both cores see: 2

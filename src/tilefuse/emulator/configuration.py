@@ -92,6 +92,7 @@ class Configuration:
 
     def _build_cores(self, kernels: Mapping[str, PythonKernel]) -> None:
         bound: dict[tuple[Any, ...], BoundKernel] = {}
+        streams = {flow.fifo for flow in self.design.flows}
         for place, worker in self.design.cores.items():
             core = self.cores[place] = Core(self.clock, worker, *place)
             for handle in worker.fifos:
@@ -100,7 +101,8 @@ class Configuration:
                     ring.writer = core
                 else:
                     ring.reader = core
-                core.ports[handle] = CorePort(str(handle), handle.is_prod, ring, handle.fifo.array_type)
+                most = ring.depth - (handle.fifo.name in streams and handle.fifo.has_one_depth)
+                core.ports[handle] = CorePort(str(handle), handle.is_prod, ring, handle.fifo.array_type, most)
             for buffer in worker.buffers:
                 core.buffers[buffer] = _local_buffer(buffer)
             for kernel in worker.kernels:

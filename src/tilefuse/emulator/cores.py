@@ -20,7 +20,7 @@ from tilefuse import arch
 from tilefuse._buffers import address
 from tilefuse.emulator.engine import Bytes, Clock, Flow, Ring, RingSink
 from tilefuse.emulator.values import ArrayType, RuntimeInt, known
-from tilefuse.errors import DataflowError, DeviceError, TileFuseError
+from tilefuse.errors import ArrayLimitError, DataflowError, DeviceError, TileFuseError
 
 if TYPE_CHECKING:
     from tilefuse.emulator.binding import BoundKernel
@@ -137,10 +137,12 @@ class Element(Memory):
 class CorePort:
     """A worker's end of a fifo."""
 
-    __slots__ = ("elements", "held", "is_prod", "label", "position", "ring")
+    __slots__ = ("elements", "held", "is_prod", "label", "most", "position", "ring")
 
-    def __init__(self, label: str, is_prod: bool, ring: Ring, type: ArrayType) -> None:
+    def __init__(self, label: str, is_prod: bool, ring: Ring, type: ArrayType, most: int) -> None:
         self.label = label
+        self.most = most
+        """Objects that may be acquired at a time, other than one."""
         self.is_prod = is_prod
         self.ring = ring
         self.elements = [Element(f"fifo '{ring.fifo}'", type, ring, slot) for slot in range(ring.depth)]
@@ -289,6 +291,12 @@ class Core:
     def acquire(self, handle: ObjectFifoHandle, count: int) -> Element | Sequence[Element]:
         """See `ObjectFifoHandle.acquire`."""
         port = self._port(handle)
+        if count > max(port.most, 1):
+            raise ArrayLimitError(
+                f"{self} acquires {count} objects of fifo '{port.ring.fifo}', which has {port.ring.depth}. Where all "
+                "ends of a stream have one depth, the compiler gives a core one object more than it acquires at a "
+                f"time: {count + 1}. Make this depth {count + 1}, or the depth of another end a different one"
+            )
         held = port.held
         missing = count - len(held)
         if missing > 0:

@@ -98,6 +98,11 @@ class ObjectFifo:
         """Scalar type of an object's elements."""
         return self.array_type.dtype.type
 
+    @property
+    def has_one_depth(self) -> bool:
+        """Whether all ends have the same depth."""
+        return self.producer is None or all(end.depth == self.producer.depth for end in self.consumers)
+
     def prod(self, depth: int | None = None, channel: int | None = None, tile: Tile | None = None) -> ObjectFifoHandle:
         """The producer's handle; there is one, which later calls return again."""
         if self.producer is None:
