@@ -54,6 +54,9 @@ _OPERAND = 72
 STACK = 3328
 """Bytes of stack (assumed, as for a GEMM; a build measures the frames)."""
 
+CONSTANTS = 320
+"""Bytes of constants that a kernel keeps in the core's memory."""
+
 STATE_BYTES = CORE_ROWS * 4 + CORE_ROWS // 8 * 64 * 4
 """Bytes of the maxima and sums of a core's rows."""
 
@@ -173,6 +176,7 @@ class AttentionConfiguration:
             Item("weights", P_BYTES, self.blocks),
             Item("maxima and sums", STATE_BYTES, self.blocks),
             Item("results", self.y_object),
+            Item("constants", CONSTANTS),
         )
         yield Budget("core", core, arch.CORE.memory)
         memtile = (
