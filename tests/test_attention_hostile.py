@@ -167,6 +167,43 @@ def test_windows_beyond_all_keys(rng: np.random.Generator, cpu_level: str) -> No
         routing.band(seq_len=70, window=(1 << 30) + 1)
 
 
+MAPS: list[tuple[str, str]] = [
+    ("routing.band(0.5, protect=5)", "protect is 5: pass any of"),
+    ("routing.band(0.5, protect=None)", "protect is None"),
+    ("routing.band(0.5, protect=[['diag']])", "protect is"),
+    ("routing.from_scores([[1], [2, 3]], 0.5, seq_len=300)", "scores are ragged"),
+    ("routing.Routing.from_bits([[True], [True, False]], routing.Grid(300, 300))", "bits are ragged"),
+    ("routing.Routing.from_bits([[True]], None)", "grid is a NoneType: pass a tilefuse.routing.Grid"),
+    ("routing.Routing.from_bits(np.zeros((0, 3, 5), bool), routing.Grid(300, 300))", "at least one KV head"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), MAPS)
+def test_hostile_maps(call: str, message: str) -> None:
+    with pytest.raises(errors.RoutingError, match=message):
+        eval(call, {"routing": routing, "np": np})
+
+
+def test_hostile_numbers(rng: np.random.Generator) -> None:
+    x = arrays(rng, 1, 1)
+    with pytest.raises(errors.OptionError, match="scale is inf"):
+        tf.attention(*x, scale=10**400)
+    endless = [np.broadcast_to(a, (1, a.shape[1], 1 << 40, 16)) for a in x[1:]]
+    with pytest.raises(errors.ShapeError, match="k has a sequence of 1099511627776 tokens: up to 67108864"):
+        tf.attention(x[0], *endless)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dv", [8, 9])
+def test_beyond_float16(rng: np.random.Generator, backend: str, dv: int) -> None:
+    """Results beyond float16 are Inf, and no warning, whatever the number of channels."""
+    q, k, _ = arrays(rng, 5, 5)
+    out = np.empty((1, 2, 5, dv), np.float16)
+    tf.attention(q, k, np.full((1, 1, 5, dv), 1e6, F32), out=out, backend=backend)
+    assert np.isposinf(out).all()
+
+
 @pytest.mark.peers
 def test_negated_views_as_out(rng: np.random.Generator) -> None:
     """torch's lazily negated tensors: a result arrives in them, too."""

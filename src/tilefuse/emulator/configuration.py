@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -305,7 +306,9 @@ class Configuration:
                 found.append(f"leftover: an object of fifo '{source.ring.fifo}' in {source.ring.place}, being sent")
         return found
 
-    def __del__(self) -> None:
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ends():  # modules are going, and what `let_go` needs with them; so is all that it would free
+            return
         # A suspended greenlet keeps alive what its frames refer to, itself included.
         for core in getattr(self, "cores", {}).values():
             let_go(core.coroutine)

@@ -60,6 +60,7 @@ def head_dim(d: int, dv: int) -> int:
     return found
 
 
+@np.errstate(over="ignore")  # beyond float16: Inf
 def run_call(call: Call, maps: Sequence[Routing | None]) -> None:
     """Writes the results of a call of `tilefuse.attention`; all its sequences are one run.
 

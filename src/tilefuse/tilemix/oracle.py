@@ -11,6 +11,7 @@ from tilefuse.tilemix.routing_map import Routing
 from tilefuse.tilemix.spec import Call
 
 
+@np.errstate(over="ignore")  # beyond float16: Inf
 def run(call: Call, maps: list[Routing | None]) -> None:
     """Writes the call's results; NumPy, slow."""
     assert call.k is not None

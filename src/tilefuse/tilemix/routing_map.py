@@ -46,6 +46,8 @@ class Routing:
                 f"words have shape {words.shape}: {self.grid.row_tiles} row tiles of {self.grid.groups} groups take "
                 f"[{self.grid.row_tiles}, {least}] or [kv heads, {self.grid.row_tiles}, {least}]"
             )
+        if words.ndim == 3 and not len(words):
+            raise RoutingError(f"words have shape {words.shape}: pass the map of at least one KV head")
         words = np.array(words, WORD, order="C")
         words.flags.writeable = False
         object.__setattr__(self, "words", words)
@@ -70,7 +72,12 @@ class Routing:
         Raises:
             RoutingError: The bits' dtype or shape doesn't fit the grid, or ``words`` words hold fewer groups.
         """
-        found = np.asarray(bits)
+        if not isinstance(grid, Grid):
+            raise RoutingError(f"grid is a {type(grid).__name__}: pass a tilefuse.routing.Grid")
+        try:
+            found = np.asarray(bits)
+        except ValueError:
+            raise RoutingError("bits are ragged: pass bool [row tiles, groups]") from None
         if found.dtype != np.bool_:
             raise RoutingError(f"bits are {found.dtype}: pass bool, True for INT8")
         if found.ndim not in (2, 3) or found.shape[-2:] != (grid.row_tiles, grid.groups):

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from tilefuse.arrays import is_torch
 from tilefuse.errors import DtypeError, OptionError, ShapeError
+from tilefuse.tilemix.grid import MAX_LEN
 from tilefuse.tilemix.operands import Operand
 
 MOST_CHANNELS = 512
@@ -139,6 +140,8 @@ def scale_of(scale: Any, dim: int) -> float:
         raise DtypeError(
             f"scale is a {type(scale).__name__}: pass a positive number, or None for 1 / sqrt(d)"
         ) from None
+    except OverflowError:
+        found = math.inf
     if not 2.0**-100 <= found <= 2.0**100:
         raise OptionError(f"scale is {found}: pass a number from 2^-100 to 2^100, or None for 1 / sqrt(d)")
     return found
@@ -202,10 +205,19 @@ def packed_sequences(cu_seqlens: Any, q_rows: int, k_rows: int | None) -> Sequen
     k_starts = starts_of(starts_k, names[1], k_rows) if k_rows is not None else q_starts
     if len(k_starts) != len(q_starts):
         raise ShapeError(f"cu_seqlens[1] has {len(k_starts)} offsets and cu_seqlens[0] {len(q_starts)}: pass as many")
+    for name, starts in zip(names, (q_starts, k_starts), strict=True):
+        _check_length(int(np.diff(starts).max(initial=0)), name)
     return Sequences(q_starts[:-1], k_starts[:-1], np.diff(q_starts), np.diff(k_starts), True)
 
 
 def batch_sequences(batch: int, q_len: int, k_len: int) -> Sequences:
     """Sequences of arrays with a batch axis."""
+    _check_length(q_len, "q")
+    _check_length(k_len, "k")
     zeros = np.zeros(batch, np.int64)
     return Sequences(zeros, zeros, np.full(batch, q_len, np.int64), np.full(batch, k_len, np.int64), False)
+
+
+def _check_length(length: int, name: str) -> None:
+    if length > MAX_LEN:
+        raise ShapeError(f"{name} has a sequence of {length} tokens: up to {MAX_LEN} are taken")

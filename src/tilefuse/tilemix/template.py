@@ -212,7 +212,10 @@ def scored(
     words: int | Auto = "auto",
 ) -> Routing:
     """The map that makes the groups of the lowest scores INT8; see `tilefuse.routing.from_scores`."""
-    found = np.asarray(scores)
+    try:
+        found = np.asarray(scores)
+    except ValueError:
+        raise RoutingError("scores are ragged: pass [row tiles, groups] or [kv heads, row tiles, groups]") from None
     if found.dtype.kind not in "fiu" and found.dtype.name != "bfloat16":
         raise RoutingError(f"scores are {found.dtype}: pass real numbers")
     found = found.astype(np.float64)
@@ -312,7 +315,10 @@ def _is_auto(value: object) -> bool:
 
 
 def _protect(protect: Protect) -> frozenset[str]:
-    names = frozenset([protect] if isinstance(protect, str) else protect)
+    try:
+        names = frozenset([protect] if isinstance(protect, str) else protect)
+    except TypeError:
+        raise RoutingError(f'protect is {protect!r}: pass any of "diag" and "sink"') from None
     wrong = sorted(map(repr, names - set(PROTECTABLE)))
     if wrong:
         raise RoutingError(f'protect has {", ".join(wrong)}: pass any of "diag" and "sink"')
