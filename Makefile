@@ -50,7 +50,7 @@ bench: $(VENV)/.bench ## Measure against other libraries, model kernels and arra
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/loading.py
-	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/microkernels.py
 	$(BIN)/python benchmarks/array_model.py
 	$(BIN)/python benchmarks/attention_array.py
 	$(BIN)/python benchmarks/emulator_speed.py

@@ -22,7 +22,7 @@ from transformers import masking_utils  # noqa: E402
 import tilefuse.hf  # noqa: E402
 from tilefuse import routing  # noqa: E402
 from tilefuse.errors import RoutingError, TileFuseError  # noqa: E402
-from tilefuse.hf import attention_use, blocks, set_attention  # noqa: E402
+from tilefuse.hf import attention_use, rooms, set_attention  # noqa: E402
 from tilefuse.hf.attention import ONE_QUERY, attention_forward  # noqa: E402
 from tilefuse.hf.masks import Span, attention_mask, spans_of  # noqa: E402
 
@@ -309,8 +309,8 @@ def test_decoder_blocks_stay_one_call(
     monkeypatch.setenv("TILEFUSE_CACHE", str(tmp_path / "cache"))
     language_models.make(tmp_path / "model", "llama", KINDS["awq-gemm"], rng)
     grown: list[int] = []
-    grow = blocks._Room.grow
-    monkeypatch.setattr(blocks._Room, "grow", lambda room, layer, n: (grown.append(n), grow(room, layer, n))[1])
+    grow = rooms.Room.grow
+    monkeypatch.setattr(rooms.Room, "grow", lambda room, layer, n: (grown.append(n), grow(room, layer, n))[1])
     found = []
     for name in ("tilefuse", "sdpa"):
         with tilefuse.hf.options(device="cpu"):

@@ -19,7 +19,7 @@ import language_models  # noqa: E402
 
 import tilefuse as tf  # noqa: E402
 import tilefuse.hf  # noqa: E402
-from tilefuse.hf import blocks  # noqa: E402
+from tilefuse.hf import rooms  # noqa: E402
 
 pytestmark = [
     pytest.mark.peers,
@@ -43,13 +43,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths that the caches were grown to by the short way."""
     found: list[int] = []
-    grow = blocks._Room.grow
+    grow = rooms.Room.grow
 
     def counted(self: Any, layer: Any, length: int) -> None:
         found.append(length)
         grow(self, layer, length)
 
-    monkeypatch.setattr(blocks._Room, "grow", counted)
+    monkeypatch.setattr(rooms.Room, "grow", counted)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import sys
@@ -273,14 +274,15 @@ def test_threads_of_torch(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPat
         for head, expected in ((8, [3, 1]), (16, [3, 3])):
             loaded = load(model[0], dtype=torch.float32, device="cpu", head=head)
             seen: list[int] = []
-            forward = type(loaded.model.model).forward
+            forward = type(loaded.model).forward
 
+            @functools.wraps(forward)  # generate reads the signature
             def watched(self: Any, *args: Any, seen: list[int] = seen, forward: Any = forward, **more: Any) -> Any:
                 seen.append(torch.get_num_threads())
                 return forward(self, *args, **more)
 
             with monkeypatch.context() as patched:
-                patched.setattr(type(loaded.model.model), "forward", watched)
+                patched.setattr(type(loaded.model), "forward", watched)
                 done = generate(loaded, torch.tensor([[5, 17]]), max_new_tokens=2, min_new_tokens=2)
             assert (seen, len(done.tokens)) == (expected, 2)
             assert torch.get_num_threads() == 3

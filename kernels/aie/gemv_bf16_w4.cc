@@ -5,7 +5,7 @@
 //
 // L1, groups of 128: tile 2 x 4288 B, scratch 1536 B, x 2 x 256 B, acc 256 B, the row above's sums 2 x 256 B, y 2 x 128
 // B: 11.4 KiB of 64. Cycles of the mantissa path for a tile of 8192 weights, groups of 128 (modelled;
-// benchmarks/kernels.py counts them):
+// benchmarks/microkernels.py counts them):
 //   each k block: 4 loads, 4 unpacks (load unit B), a FIFO pop (2 loads), 4 multiplications: 5 cycles, load-bound
 //   each group: 8 additions of rows, 5 operations for the zero point, 5 for the scale: VEC 18
 // A stream brings 8 codes a cycle, a tile in 1072 cycles: the core waits for its weights.

@@ -103,4 +103,21 @@ void run_block(const DecoderBlock& block, const BlockStep& step) {
   op.add(dtype, other, normed, d, step.y);
 }
 
+void run_blocks(std::span<const DecoderBlock* const> blocks, const std::uintptr_t* addresses, const BlockStep& shared) {
+  BlockStep one = shared;
+  const auto in = [](std::uintptr_t address) { return reinterpret_cast<const void*>(address); };
+  for (const DecoderBlock* block : blocks) {
+    one.norm_in = in(addresses[0]);
+    one.norm_post = in(addresses[1]);
+    one.q_norm = in(addresses[2]);
+    one.k_norm = in(addresses[3]);
+    one.keys = reinterpret_cast<void*>(addresses[4]);
+    one.values = reinterpret_cast<void*>(addresses[5]);
+    one.capacity = static_cast<int64_t>(addresses[6]);
+    run_block(*block, one);
+    one.x = one.y;
+    addresses += kBlockAddresses;
+  }
+}
+
 }  // namespace tilefuse

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "block_ops.h"
 #include "matmul.h"
@@ -49,7 +50,14 @@ struct BlockStep {
   void* y = nullptr;  // [D]; may be x
 };
 
+// Of a block: norm_in, norm_post, q_norm, k_norm, keys, values, and the capacity, which is no address.
+inline constexpr int64_t kBlockAddresses = 7;
+
 // Runs at current_level() on the process's thread pool. The same bits for every number of threads.
 void run_block(const DecoderBlock& block, const BlockStep& step);
+
+// Blocks one after the other. `shared` has what is the same in all of them, `addresses` the rest, as
+// [blocks][kBlockAddresses].
+void run_blocks(std::span<const DecoderBlock* const> blocks, const std::uintptr_t* addresses, const BlockStep& shared);
 
 }  // namespace tilefuse

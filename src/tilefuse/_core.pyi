@@ -165,6 +165,20 @@ class DecoderBlock:
         /,
     ) -> None: ...
 
+class DecoderBlocks:
+    def __init__(self, blocks: tuple[DecoderBlock, ...], /) -> None: ...
+    def step(
+        self,
+        dtype: int,
+        x: int,
+        addresses: Any,
+        cos: int,
+        sin: int,
+        length: int,
+        y: int,
+        /,
+    ) -> None: ...
+
 # --- bind_matmul.cpp ---
 
 def matmul(

@@ -1,8 +1,10 @@
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <array>
 #include <stdexcept>
+#include <vector>
 
 #include "bindings.h"
 #include "cpu_layer.h"
@@ -60,6 +62,42 @@ void step(const DecoderBlock& block, int dtype, uintptr_t x, uintptr_t norm_in, 
                     .y = out(y)});
 }
 
+// A model's blocks, one after the other.
+class DecoderBlocks {
+ public:
+  explicit DecoderBlocks(const py::tuple& blocks) {
+    for (const py::handle block : blocks) blocks_.push_back(&block.cast<const DecoderBlock&>());
+    if (blocks_.empty()) throw std::invalid_argument("there are no blocks");
+    for (const DecoderBlock* block : blocks_) {
+      if (block->down.layout.n != blocks_.front()->down.layout.n)
+        throw std::invalid_argument("blocks differ in the model's width");
+    }
+  }
+
+  void step(int dtype, uintptr_t x, const py::array_t<uintptr_t, py::array::c_style>& addresses, uintptr_t cos,
+            uintptr_t sin, int64_t length, uintptr_t y) const {
+    const auto count = static_cast<int64_t>(blocks_.size());
+    if (addresses.ndim() != 2 || addresses.shape(0) != count || addresses.shape(1) != kBlockAddresses)
+      throw std::invalid_argument("addresses have another shape than [blocks, 7]");
+    const uintptr_t* const at = addresses.data();
+    for (int64_t i = 0; i < count; ++i) {
+      if (length < 0 || length >= static_cast<int64_t>(at[i * kBlockAddresses + kBlockAddresses - 1]))
+        throw std::invalid_argument("the cache is full");
+    }
+    const py::gil_scoped_release release;
+    run_blocks(blocks_, at,
+               {.dtype = static_cast<Dtype>(dtype),
+                .x = reinterpret_cast<const void*>(x),
+                .cos = reinterpret_cast<const void*>(cos),
+                .sin = reinterpret_cast<const void*>(sin),
+                .length = length,
+                .y = reinterpret_cast<void*>(y)});
+  }
+
+ private:
+  std::vector<const DecoderBlock*> blocks_;
+};
+
 }  // namespace
 
 void bind_block(py::module_& m) {
@@ -68,6 +106,9 @@ void bind_block(py::module_& m) {
       .def(py::init(&make), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
            py::keep_alive<1, 5>())
       .def("step", &step);
+  py::class_<DecoderBlocks>(m, "DecoderBlocks")
+      .def(py::init<const py::tuple&>(), py::keep_alive<1, 2>())
+      .def("step", &DecoderBlocks::step);
 }
 
 }  // namespace tilefuse

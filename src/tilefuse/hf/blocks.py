@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from tilefuse import _core
 from tilefuse.hf.linear import FusedLinear, FusedPart, TileFuseLinear
+from tilefuse.hf.rooms import length_of, room_of
 from tilefuse.runtime import is_direct_cpu
 from tilefuse.runtime.cpu import native_call
 
@@ -31,7 +32,7 @@ BLOCKS: Mapping[str, bool] = {
 _ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
 """As in block_ops.h."""
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _ARGUMENTS = frozenset(
     {
@@ -45,45 +46,8 @@ _ARGUMENTS = frozenset(
     }
 )
 
-_ATTENTION = ("sdpa", "tilefuse")
+ATTENTION = ("sdpa", "tilefuse")
 """Of one query, both are the same."""
-
-ROOM = 128
-"""Tokens that a cache grows by."""
-
-
-class _Room:
-    """Keys and values with room for more tokens; what the cache holds are views of its beginning."""
-
-    __slots__ = ("keys", "keys_view", "values", "values_view")
-
-    def __init__(self, layer: Any, length: int) -> None:
-        heads, d = layer.keys.shape[1], layer.keys.shape[3]
-        capacity = (length + length // 4 + ROOM) // ROOM * ROOM
-        self.keys = layer.keys.new_empty((1, heads, capacity, d))
-        self.values = layer.values.new_empty((1, heads, capacity, d))
-        self.keys[:, :, :length] = layer.keys
-        self.values[:, :, :length] = layer.values
-        self.keys_view, self.values_view = layer.keys, layer.values
-
-    @staticmethod
-    def of(layer: Any, length: int) -> _Room:
-        """That of a layer of the cache. Whatever else changed its tensors replaced them, and so ends the room."""
-        room = layer.__dict__.get("_tilefuse_room")
-        if (
-            type(room) is _Room
-            and layer.keys is room.keys_view
-            and layer.values is room.values_view
-            and length < room.keys.shape[2]
-        ):
-            return room
-        room = layer.__dict__["_tilefuse_room"] = _Room(layer, length)
-        return room
-
-    def grow(self, layer: Any, length: int) -> None:
-        """Shows ``length`` tokens."""
-        self.keys_view = layer.keys = self.keys[:, :, :length]
-        self.values_view = layer.values = self.values[:, :, :length]
 
 
 class BlockForward:
@@ -96,6 +60,9 @@ class BlockForward:
         self.parts: tuple[Any, ...] = tuple(_parts(block))
         self.linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         self.norms = (block.input_layernorm, block.post_attention_layernorm)
+        self.head_dim = attention.head_dim
+        self.heads = attention.o_proj.in_features // self.head_dim
+        self.kv_heads = self.heads // attention.num_key_value_groups
         self.head_norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,7 +77,7 @@ class BlockForward:
 
     def _step(self, x: Tensor, given: dict[str, Any]) -> Tensor | None:
         """The block's output for one token, or None where the long way has to be taken."""
-        kind = _DTYPES.get(x.dtype)
+        kind = DTYPES.get(x.dtype)
         cache: Any = given.get("cache")
         if cache is None:
             cache = given.get("past_key_values")
@@ -130,23 +97,23 @@ class BlockForward:
             or index >= len(cache.layers)
             or self.block.training
             or torch.is_autocast_enabled("cpu")
-            or attention.config._attn_implementation not in _ATTENTION
+            or attention.config._attn_implementation not in ATTENTION
         ):
             return None
         layer = cache.layers[index]
-        if type(layer) is not DynamicLayer or not layer.is_initialized or layer.keys.dim() != 4:
+        length = length_of(layer, self.kv_heads, self.head_dim, x.dtype)
+        if length < 0:
             return None
         phases = self.linears[0].phases
         device = phases.name(1)
-        if not is_direct_cpu(device) or not self._as_built():
+        if not is_direct_cpu(device) or not self.as_built():
             return None
         positions = given.get("position_embeddings")
         if type(positions) is not tuple or len(positions) != 2:
             return None
         vectors: list[Any] = [norm.weight if norm is not None else None for norm in (*self.norms, *self.head_norms)]
         vectors += positions
-        d = attention.head_dim
-        width = x.shape[-1]
+        d, width = self.head_dim, x.shape[-1]
         for vector, size in zip(vectors, (width, width, d, d, d, d), strict=True):
             if vector is not None and (
                 vector.numel() != size
@@ -157,13 +124,8 @@ class BlockForward:
                 or (torch.is_grad_enabled() and vector.requires_grad)
             ):
                 return None
-        batch, heads, length, size = layer.keys.shape
-        if batch != 1 or size != d or layer.keys.dtype is not x.dtype or layer.values.shape != layer.keys.shape:
-            return None
-        if heads * attention.num_key_value_groups * d != self.linears[1].in_features:
-            return None
-        native = self._block()
-        room = _Room.of(layer, length)
+        native = self.native()
+        room = room_of(layer, length)
         y = torch.empty_like(x)
         native.step(
             kind,
@@ -172,14 +134,14 @@ class BlockForward:
             room.keys.data_ptr(),
             room.values.data_ptr(),
             length,
-            room.keys.shape[2],
+            room.capacity,
             y.data_ptr(),
         )
         room.grow(layer, length + 1)
         phases.count(1, device, len(self.linears))
         return y
 
-    def _as_built(self) -> bool:
+    def as_built(self) -> bool:
         """Whether no part was replaced, as adapters do, has another ``forward``, or is watched by a hook."""
         for children, name, part in self.parts:
             if (
@@ -191,21 +153,20 @@ class BlockForward:
                 return False
         return True
 
-    def _block(self) -> Any:
+    def native(self) -> Any:
+        """The block as C++ holds it, of the layers that it has now."""
         layers = tuple(linear.layer for linear in self.linears)
         if self._native is not None and all(a is b for a, b in zip(self._native[0], layers, strict=True)):
             return self._native[1]
         attention = self.block.self_attn
-        d = attention.head_dim
-        heads = self.linears[1].in_features // d
         native = _core.DecoderBlock(
             native_call(layers[0]),
             native_call(layers[1]),
             native_call(layers[2]),
             native_call(layers[3]),
-            heads,
-            heads // attention.num_key_value_groups,
-            d,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
             attention.scaling,
             [_epsilon(norm) for norm in (*self.norms, *self.head_norms)],
             self.plus_one,

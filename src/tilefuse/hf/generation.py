@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import resource
@@ -20,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 import tilefuse.hf.quantizer  # noqa: F401 (registers the quantiser)
 from tilefuse.errors import FormatError, ShapeError, TileFuseError
+from tilefuse.hf import loop
 from tilefuse.hf.blocks import BlockForward
 from tilefuse.hf.linear import TileFuseLinear
 from tilefuse.hf.options import options
@@ -309,6 +311,8 @@ def generate(
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else greedy
     pad = loaded.tokenizer.pad_token_id
+    # transformers hands a loop that isn't its own no streamer.
+    own = functools.partial(loop.sample, streamer=stream) if loop.suits(model) else None
     interrupted = False
     start = time.perf_counter()
     with _quiet():
@@ -321,6 +325,7 @@ def generate(
                 streamer=stream,
                 pad_token_id=loaded.tokenizer.eos_token_id if pad is None else pad,
                 prefill_chunk_size=CHUNK if prompt > CHUNK else None,
+                custom_generate=own,
                 **sampling,
             )
         except KeyboardInterrupt:

@@ -21,7 +21,7 @@ from tilefuse.errors import FormatError, LayoutError, UnsupportedFormatError
 from tilefuse.formats import Checkpoint, open_checkpoint
 from tilefuse.formats.checkpoint import METHODS
 from tilefuse.fusion import Product
-from tilefuse.hf import blocks, parallel
+from tilefuse.hf import blocks, decode, parallel
 from tilefuse.hf.linear import FusedLinear, FusedPart, TileFuseLinear
 from tilefuse.hf.options import Options, current
 from tilefuse.packcache import packed_layers
@@ -131,6 +131,7 @@ class TileFuseQuantizer(HfQuantizer):
             model.set_submodule(self._paths[name], _dense(checkpoint, name, model.dtype))
         if opened.blocks:
             blocks.install(model)
+            decode.install(model)
         return model
 
     def is_serializable(self) -> bool:

@@ -1,7 +1,7 @@
 """What each AIE2P kernel issues and what that comes to in cycles: modelled, from the host build's counts.
 
-    python benchmarks/kernels.py                      # writes docs/benchmarks/kernels.md
-    python benchmarks/kernels.py --print              # prints it
+    python benchmarks/microkernels.py                      # writes docs/benchmarks/kernels.md
+    python benchmarks/microkernels.py --print              # prints it
 
 Method. The kernels run on this machine, from the sources that the device compiler takes (`tilefuse.emulator.kernels`),
 and count the instructions of each issue slot. A region of a kernel - a loop, or the straight code after it - takes as
@@ -341,8 +341,9 @@ def document() -> str:
     """The page."""
     parts = [
         "# Kernels: instructions and cycles, modelled",
-        paragraph("""Written by `python benchmarks/kernels.py`. **Every figure here is modelled**: counted on the host
-        build, none is measured. [kernels.md](../kernels.md) says what the kernels do and how to read the figures."""),
+        paragraph("""Written by `python benchmarks/microkernels.py`. **Every figure here is modelled**: counted on the
+        host build, none is measured. [kernels.md](../kernels.md) says what the kernels do and how to read the
+        figures."""),
         paragraph(f"""A tile of weights is {KT} input by {NT} output channels: {WEIGHTS} weights, {MACS} products with
         {ROWS} rows. A region takes what its busiest slot needs, and {kernels.PIPELINE_FILL} cycles to fill the pipeline
         each time that it is entered. *loads* go to either load unit, two a cycle; *LDB* are unpacks, on one of the two.

@@ -1,14 +1,14 @@
-"""benchmarks/kernels.py: the targets that the kernels were written for, and the page that it writes."""
+"""benchmarks/microkernels.py: the targets that the kernels were written for, and the page that it writes."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import microkernels as benchmark
 import numpy as np
 import pytest
 
-import kernels as benchmark
 from tilefuse.emulator import kernels
 from tilefuse.emulator.kernels import PIPELINE_FILL, Slots
 
