@@ -193,6 +193,11 @@ def test_hostile_numbers(rng: np.random.Generator) -> None:
         tf.attention(x[0], *endless)
 
 
+def test_caches_beyond_memory() -> None:
+    with pytest.raises(MemoryError, match="bytes are not to be had"):
+        tf.KVCache(1 << 16, 512, capacity=64, batch=1 << 16)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("dv", [8, 9])

@@ -46,7 +46,10 @@ def aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
         start = -address(raw) % ALIGNMENT
         return raw[start : start + nbytes]
     # The unaligned ends are address space only: pages that are never touched take no memory.
-    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{nbytes} bytes are not to be had: {error}") from None
     advise_huge(mapping)
     raw = np.frombuffer(mapping, np.uint8)
     start = -address(raw) % HUGE_PAGE
