@@ -9,11 +9,13 @@ import sys
 import threading
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import tilefuse as tf
 from tilefuse import errors, routing
+from tilefuse.tilemix.operands import operand
 
 F32 = np.float32
 NOT_FINITE = [np.nan, np.inf, -np.inf]
@@ -191,6 +193,18 @@ def test_hostile_numbers(rng: np.random.Generator) -> None:
     endless = [np.broadcast_to(a, (1, a.shape[1], 1 << 40, 16)) for a in x[1:]]
     with pytest.raises(errors.ShapeError, match="k has a sequence of 1099511627776 tokens: up to 67108864"):
         tf.attention(x[0], *endless)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, F32])
+def test_odd_addresses(rng: np.random.Generator, dtype: Any) -> None:
+    x = [a.astype(dtype) for a in arrays(rng, 20, 20)]
+    odd = []
+    for a in x:
+        raw = np.zeros(a.nbytes + 1, np.uint8)
+        odd.append(raw[1:].view(dtype).reshape(a.shape))
+        odd[-1][...] = a
+        assert operand(odd[-1], "x").address % a.itemsize == 0
+    np.testing.assert_array_equal(tf.attention(*odd), tf.attention(*x))
 
 
 def test_caches_beyond_memory() -> None:

@@ -70,7 +70,7 @@ def _of_numpy(x: npt.NDArray[Any], argument: str, copy: bool) -> Operand | None:
     if not regular:
         if not copy:
             return None
-        x = np.ascontiguousarray(x)
+        x = np.array(x, order="C")  # also where it is contiguous, at an address that isn't aligned
     return Operand(x, kind, x.ctypes.data, tuple(s // item for s in x.strides))
 
 
