@@ -22,10 +22,10 @@ build_inputs := pyproject.toml CMakeLists.txt $(cpp) $(shell find kernels -name 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-run: $(VENV)/.stamp-run ## Generate text with a small real model through transformers (downloads torch and 93 MB once)
+run: $(VENV)/.stamp-run ## Generate text with a small real model through transformers (downloads torch and 98 MB once)
 	$(BIN)/python examples/generate_smollm2.py $(RUN_ARGS)
 
-layers: $(VENV)/.stamp-layers ## Check every layer of that model against float64, without torch (downloads 93 MB once)
+layers: $(VENV)/.stamp-layers ## Check every layer of that model against float64, without torch (downloads 98 MB once)
 	$(BIN)/python examples/check_smollm2.py $(LAYERS_ARGS)
 
 test: $(VENV)/.installed ## Run the tests

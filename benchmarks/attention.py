@@ -218,6 +218,10 @@ def measure_all(arguments: argparse.Namespace) -> AttentionRun:
     seats = [seat for seat in seats if not only or any(part in seat.name for part in only)]
     seats = [seat for seat in seats if not any(part in seat.name for part in without)]
     run.contenders = {seat.name: seat.contender for seat in seats}
+    if not seats:
+        for each in libraries:
+            each.peer.close()
+        raise SystemExit("--only and --without leave no contender of those installed: see the names in the page")
     shapes = [(queries, queries) for queries in arguments.lengths] + [(1, keys) for keys in arguments.decode]
     guard, loading = Guard(shlex.split(arguments.guard)), Guard(shlex.split(arguments.loading_guard))
     probes = Probes(PROBE_BYTES)

@@ -5,6 +5,7 @@
 
 The design runs on the emulated array for timing only (docs/emulated-array.md): kernels take the cycles that their host
 build counts, streams carry 4 bytes a cycle, all shims share DRAM. Nothing is measured.
+Takes a build with the emulator, and greenlet.
 """
 
 from __future__ import annotations

@@ -80,9 +80,10 @@ def _count(value: str, name: str) -> Any:
 def _title(routing: Routing) -> str:
     grid = routing.grid
     tiles = "tile" if grid.group == 1 else "tiles"
+    rows = "row tile" if grid.row_tiles == 1 else "row tiles"
     words = "word" if routing.words.shape[-1] == 1 else "words"
     return (
-        f"{routing.name}: {grid.query_len} queries x {grid.key_len} keys, {grid.row_tiles} row tiles x {grid.groups} "
+        f"{routing.name}: {grid.query_len} queries x {grid.key_len} keys, {grid.row_tiles} {rows} x {grid.groups} "
         f"groups of {grid.group} {tiles} ({grid.group_keys} keys), {routing.words.shape[-1]} {words} a row"
     )
 

@@ -74,7 +74,9 @@ class Template:
                 set_field(self, name, index(getattr(self, name), name, 1))
         fixed = _FIXED.get(self.layout)
         if fixed is not None and self.coverage != fixed:
-            raise RoutingError(f"coverage is {self.coverage}: {self.layout} is the map of coverage {fixed}")
+            raise RoutingError(
+                f"coverage is {float(self.coverage):g}: {self.layout} is the map of coverage {fixed}; leave it out"
+            )
         if self.compat not in (None, "release"):
             raise RoutingError(f'compat is {self.compat!r}: pass "release" or None')
         if self.compat and (self.layout != "sptrans" or self.protect or self.seed):
@@ -255,7 +257,8 @@ def fraction(coverage: Coverage) -> Fraction:
     except (TypeError, ValueError, OverflowError):
         found = None
     if found is None or isinstance(coverage, str) or not 0 <= found <= 1:
-        raise RoutingError(f"coverage is {coverage!r}: pass the share of tiles in INT8, 0 to 1")
+        shown = str(coverage) if isinstance(coverage, Fraction) else repr(coverage)
+        raise RoutingError(f"coverage is {shown}: pass the share of tiles in INT8, 0 to 1")
     return found
 
 
