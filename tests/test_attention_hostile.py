@@ -207,6 +207,12 @@ def test_odd_addresses(rng: np.random.Generator, dtype: Any) -> None:
     np.testing.assert_array_equal(tf.attention(*odd), tf.attention(*x))
 
 
+def test_out_of_nothing(rng: np.random.Generator) -> None:
+    q, k, v = arrays(rng, 0, 3)
+    out = np.lib.stride_tricks.as_strided(np.empty(0, F32), (1, 2, 0, 16), (0, 0, 0, 4))
+    assert tf.attention(q, k, v, out=out) is out
+
+
 def test_caches_beyond_memory() -> None:
     with pytest.raises(MemoryError, match="bytes are not to be had"):
         tf.KVCache(1 << 16, 512, capacity=64, batch=1 << 16)

@@ -164,6 +164,8 @@ def target(out: Any, shape: tuple[int, ...], like: Any, kind: FloatType) -> tupl
 
 def _overlaps_itself(x: Operand) -> bool:
     """Whether two elements may share memory: false for all arrays whose axes nest."""
+    if not x.size:
+        return False
     reach = 1
     pairs = sorted((abs(st), size) for size, st in zip(x.shape, x.strides, strict=True) if size > 1)
     for stride, size in pairs:
