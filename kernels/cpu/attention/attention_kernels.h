@@ -49,9 +49,9 @@ struct AttentionKernels {
 
   // channels [0, d) of a row, rounded to bfloat16; `from` is not read past its d elements.
   void (*load_row)(const void* from, Dtype dtype, int64_t d, uint16_t* to);
-  void (*pack_rows16)(const uint16_t* from, int rows, int64_t d, void* to);  // from: bf16 [rows][d]
-  // Codes and starts of bf16 [rows][d] given the rows' scales.
-  void (*pack_rows8)(const uint16_t* from, int rows, int64_t d, RowCodes& to);
+  void (*pack_rows16)(const uint16_t* const* from, int rows, int64_t d, void* to);  // from[r]: bf16 [d]
+  // Codes and starts of the same rows, as they are and as pack_rows16 has packed them, given their scales.
+  void (*pack_rows8)(const uint16_t* const* from, const void* rows16, int rows, int64_t d, RowCodes& to);
   float (*largest)(const uint16_t* from, int64_t count);  // magnitude of bf16 [count]
 
   // A block of keys, bf16 [64][d] with zeros beyond `keys`.
@@ -66,6 +66,10 @@ struct AttentionKernels {
   // scores[r][0..keys) of one block, of codes as the exact integers.
   void (*scores16)(const void* rows16, int rows, const std::byte* k16, int64_t d, int keys, float* scores);
   void (*scores8)(const RowCodes& codes, int rows, const std::byte* k8, int64_t d, int keys, float* scores);
+  // to[i][r] = the product of row r and means[i], bf16 [d], i < count; up to a multiple of 8 of them may be
+  // written. Null: scores16, with the means as keys.
+  void (*biases)(const void* rows16, int rows, const std::byte* const* means, int64_t count, int64_t d,
+                 float (*to)[kMaxBlockRows]);
   // Updates the state and writes probabilities, bf16 [rows][kChunkKeys]; `rescale`[r]: what earlier sums and outputs
   // are worth now. Scores may be -inf.
   void (*softmax)(const float* scores, int rows, const Chunk& chunk, RowState& state, float* rescale, uint16_t* p);

@@ -71,18 +71,18 @@ inline void in_blocks(int rows, Fn&& fn) {
 }
 
 // float [register blocks][d][rows of the block].
-void pack_rows16(const uint16_t* from, int rows, int64_t d, void* to) {
+void pack_rows16(const uint16_t* const* from, int rows, int64_t d, void* to) {
   auto* out = static_cast<float*>(to);
   for (int at = 0; at < rows; at += kRows16) {
     const int count = std::min(kRows16, rows - at);
     for (int64_t c = 0; c < d; ++c) {
-      for (int r = 0; r < count; ++r) *out++ = bf16_to_float(from[(at + r) * d + c]);
+      for (int r = 0; r < count; ++r) *out++ = bf16_to_float(from[at + r][c]);
     }
   }
 }
 
 // [register blocks][d / 4][rows of the block]: four magnitudes and what to XOR the keys with.
-void pack_rows8(const uint16_t* from, int rows, int64_t d, RowCodes& to) {
+void pack_rows8(const uint16_t* const* from, const void* /*rows16*/, int rows, int64_t d, RowCodes& to) {
   int8_t codes[kBlockRows * kMaxChannels];
   quantise_rows(from, rows, d, to.scales, codes, to.starts);
   auto* out = reinterpret_cast<uint8_t*>(to.codes);
@@ -322,6 +322,7 @@ const AttentionKernels& attention_kernels_avx2() {
       .widen_values = widen_values_any,
       .scores16 = scores16,
       .scores8 = scores8,
+      .biases = nullptr,
       .softmax = softmax,
       .values = values,
       .store_row = store_row_any,

@@ -301,16 +301,17 @@ void softmax_avx512(const float* scores, int rows, const Chunk& chunk, RowState&
 
 // --- packing ---
 
-// to[i][r] = from[r][i], rows and words counted in 16s.
-inline void transpose_tile(const std::byte* from, int rows, int64_t row_bytes, int64_t words, uint32_t* to,
-                           int64_t to_stride, int to_rows, __m512i flip) {
+// to[i][r] = from(r)[i], rows and words counted in 16s.
+template <typename From>
+inline void transpose_tile(From&& from, int rows, int64_t words, uint32_t* to, int64_t to_stride, int to_rows,
+                           __m512i flip) {
   for (int64_t i = 0; i < words; i += 16) {
     const int64_t left = std::min<int64_t>(16, words - i);
     const auto in = static_cast<__mmask16>((1U << left) - 1);
     const auto out = static_cast<__mmask16>((1U << to_rows) - 1);
     __m512i v[16];
     for (int r = 0; r < 16; ++r) {
-      v[r] = r < rows ? _mm512_xor_si512(_mm512_maskz_loadu_epi32(in, from + r * row_bytes + i * 4), flip) : flip;
+      v[r] = r < rows ? _mm512_xor_si512(_mm512_maskz_loadu_epi32(in, from(r) + i * 4), flip) : flip;
     }
     transpose_16x16(v);
     if (left == 16) {
@@ -321,21 +322,96 @@ inline void transpose_tile(const std::byte* from, int rows, int64_t row_bytes, i
   }
 }
 
-void pack_rows16_avx512(const uint16_t* from, int rows, int64_t d, void* to) {
-  transpose_tile(reinterpret_cast<const std::byte*>(from), rows, d * 2, d / 2, static_cast<uint32_t*>(to), kBlockRows,
-                 kBlockRows, _mm512_setzero_si512());
+void pack_rows16_avx512(const uint16_t* const* from, int rows, int64_t d, void* to) {
+  transpose_tile([&](int r) { return reinterpret_cast<const std::byte*>(from[r]); }, rows, d / 2,
+                 static_cast<uint32_t*>(to), kBlockRows, kBlockRows, _mm512_setzero_si512());
 }
 
-void pack_rows8_avx512(const uint16_t* from, int rows, int64_t d, RowCodes& to) {
-  int8_t codes[kBlockRows * kMaxChannels];
-  quantise_rows(from, rows, d, to.scales, codes, to.starts);
-  transpose_tile(reinterpret_cast<const std::byte*>(codes), rows, d, d / 4, reinterpret_cast<uint32_t*>(to.codes),
-                 kBlockRows, kBlockRows, _mm512_setzero_si512());
+constexpr __mmask16 kRowLanes = (1U << kBlockRows) - 1;
+
+// Pair of channels i of packed rows, one row to a lane.
+inline __m512i row_pairs(const uint32_t* rows16, int64_t i) {
+  return _mm512_maskz_loadu_epi32(kRowLanes, rows16 + i * kBlockRows);
+}
+
+// Codes without a division for each. In units of 2^-15, u = x fl(1 / scale) + 0.5 + 2 units, rounded once, is within
+// one unit of fl(x / scale) + 0.5 + 2 units: for quotients up to 127.2 the three roundings are at most 2^-16 (u's),
+// 2^-17 (the reciprocal's) and 2^-18 (the quotient's). So where the fraction of u is 4 units or more, no half lies
+// between, and its whole part is the code; other rows, a few in a hundred, divide. A scale that is NaN, or has no
+// finite reciprocal, makes u Inf or NaN, whose fraction reads as 0.
+void pack_rows8_avx512(const uint16_t* const* from, const void* rows16, int rows, int64_t d, RowCodes& to) {
+  const auto* q = static_cast<const uint32_t*>(rows16);
+  auto* codes = reinterpret_cast<uint32_t*>(to.codes);
+  const auto lanes = static_cast<__mmask16>((1U << rows) - 1);
+  const __m512 inverse =
+      _mm512_div_ps(_mm512_set1_ps(1.0F), _mm512_mask_loadu_ps(_mm512_set1_ps(1.0F), lanes, to.scales));
+  const __m512 bias = _mm512_set1_ps(384.5F + 2 * 0x1p-15F);
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000U));
+  const __m512i fraction = _mm512_set1_epi32(0x7fff);
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i least = fraction;
+  __m512i sums = _mm512_setzero_si512();
+  for (int64_t i = 0; i < d / 4; ++i) {
+    const __m512i pairs[2] = {row_pairs(q, 2 * i), row_pairs(q, 2 * i + 1)};
+    __m512i u[4];
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      const __m512i x = c % 2 == 0 ? _mm512_slli_epi32(pairs[c / 2], 16) : _mm512_and_si512(pairs[c / 2], high);
+      u[c] = _mm512_castps_si512(_mm512_fmadd_ps(_mm512_castsi512_ps(x), inverse, bias));
+      least = _mm512_min_epu32(least, _mm512_and_si512(u[c], fraction));
+    }
+    // Bits 15 to 22 of each: bytes 0 to 3.
+    __m512i word = _mm512_srli_epi32(u[0], 15);
+    word = _mm512_mask_mov_epi8(word, 0x2222222222222222U, _mm512_srli_epi32(u[1], 7));
+    word = _mm512_mask_mov_epi8(word, 0x4444444444444444U, _mm512_slli_epi32(u[2], 1));
+    word = _mm512_mask_mov_epi8(word, 0x8888888888888888U, _mm512_slli_epi32(u[3], 9));
+    // Codes plus 128, so far: u is 128 above 256.
+    word = _mm512_xor_si512(word, _mm512_set1_epi8(static_cast<char>(-kKeyCodeBias)));
+    add_dot_u8_s8(sums, ones, word);
+    _mm512_mask_storeu_epi32(codes + i * kBlockRows, kRowLanes, word);
+  }
+  alignas(64) int32_t starts[16];
+  _mm512_store_si512(starts, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-kKeyCodeBias)));
+  std::copy_n(starts, rows, to.starts);
+  uint32_t unsure = _mm512_mask_cmplt_epu32_mask(lanes, least, _mm512_set1_epi32(4));
+  for (; unsure != 0; unsure &= unsure - 1) {
+    const int r = __builtin_ctz(unsure);
+    int8_t own[kMaxChannels];
+    quantise_rows(from + r, 1, d, to.scales + r, own, to.starts + r);
+    for (int64_t i = 0; i < d / 4; ++i) codes[i * kBlockRows + r] = load_word(own + i * 4);
+  }
+}
+
+template <int kMeans>
+inline void biases_of(const uint32_t* q, const std::byte* const* means, int64_t pairs, float (*to)[kMaxBlockRows]) {
+  __m512 sums[kMeans];
+#pragma GCC unroll 8
+  for (int m = 0; m < kMeans; ++m) sums[m] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < pairs; ++i) {
+    const __m512i rows = row_pairs(q, i);
+#pragma GCC unroll 8
+    for (int m = 0; m < kMeans; ++m) {
+      add_dot(sums[m], rows, broadcast_word(reinterpret_cast<const uint32_t*>(means[m]) + i));
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < kMeans; ++m) _mm512_storeu_ps(to[m], sums[m]);
+}
+
+void biases_avx512(const void* rows16, int /*rows*/, const std::byte* const* means, int64_t count, int64_t d,
+                   float (*to)[kMaxBlockRows]) {
+  const auto* q = static_cast<const uint32_t*>(rows16);
+  constexpr int kMeans = 8;
+  for (int64_t i = 0; i < count; i += kMeans) {
+    const std::byte* some[kMeans];
+    for (int64_t m = 0; m < kMeans; ++m) some[m] = means[std::min(i + m, count - 1)];
+    biases_of<kMeans>(q, some, d / 2, to + i);
+  }
 }
 
 inline void pack_keys(const void* from, int64_t row_bytes, std::byte* to, __m512i flip) {
   for (int j = 0; j < kKeyBlock; j += 16) {
-    transpose_tile(static_cast<const std::byte*>(from) + j * row_bytes, 16, row_bytes, row_bytes / 4,
+    transpose_tile([&](int r) { return static_cast<const std::byte*>(from) + (j + r) * row_bytes; }, 16, row_bytes / 4,
                    reinterpret_cast<uint32_t*>(to) + j, kKeyBlock, 16, flip);
   }
 }
@@ -366,6 +442,7 @@ constexpr AttentionKernels kAvx512Kernels = {
     .widen_values = widen_values_any,
     .scores16 = scores16_avx512,
     .scores8 = scores8_avx512,
+    .biases = biases_avx512,
     .softmax = softmax_avx512,
     .values = values_avx512,
     .store_row = store_row_any,

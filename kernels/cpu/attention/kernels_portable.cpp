@@ -26,12 +26,14 @@ inline float exp2_near(float x) {
   return x < -126.0F ? 0.0F : p * __builtin_bit_cast(float, power);
 }
 
-void pack_rows16(const uint16_t* from, int rows, int64_t d, void* to) {
+void pack_rows16(const uint16_t* const* from, int rows, int64_t d, void* to) {
   auto* out = static_cast<float*>(to);
-  for (int64_t i = 0; i < rows * d; ++i) out[i] = bf16_to_float(from[i]);
+  for (int r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < d; ++c) *out++ = bf16_to_float(from[r][c]);
+  }
 }
 
-void pack_rows8(const uint16_t* from, int rows, int64_t d, RowCodes& to) {
+void pack_rows8(const uint16_t* const* from, const void* /*rows16*/, int rows, int64_t d, RowCodes& to) {
   quantise_rows(from, rows, d, to.scales, reinterpret_cast<int8_t*>(to.codes), to.starts);
 }
 
@@ -131,6 +133,7 @@ const AttentionKernels& attention_kernels_portable() {
       .widen_values = widen_values_any,
       .scores16 = scores16,
       .scores8 = scores8,
+      .biases = nullptr,
       .softmax = softmax,
       .values = values,
       .store_row = store_row_any,

@@ -107,13 +107,13 @@ inline float quantise_keys(const uint16_t* from, int keys, int64_t d, const uint
   return scale;
 }
 
-// Codes int8 [rows][d] of bf16 [rows][d], and -128 times their sums.
-inline void quantise_rows(const uint16_t* from, int rows, int64_t d, const float* scales, int8_t* codes,
+// Codes int8 [rows][d] of rows of bf16 [d], and -128 times their sums.
+inline void quantise_rows(const uint16_t* const* from, int rows, int64_t d, const float* scales, int8_t* codes,
                           int32_t* starts) {
   for (int64_t r = 0; r < rows; ++r) {
     int32_t sum = 0;
     for (int64_t c = 0; c < d; ++c) {
-      const int32_t code = code_of(bf16_to_float(from[r * d + c]), scales[r]);
+      const int32_t code = code_of(bf16_to_float(from[r][c]), scales[r]);
       codes[r * d + c] = static_cast<int8_t>(code);
       sum += code;
     }

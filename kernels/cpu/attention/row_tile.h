@@ -52,9 +52,12 @@ class RowTile {
       load_rows_of(i);
       const int rows = rows_in(i);
       RowCodes& codes = codes_[i];
-      std::memcpy(panel_, buffer_, static_cast<size_t>(rows * p_.d * 2));
-      const auto* x = reinterpret_cast<const uint16_t*>(panel_);
-      for (int r = 0; r < rows; ++r) codes.scales[r] = row_scale(x + r * p_.d, i * k_.rows + r);
+      auto* x = reinterpret_cast<uint16_t*>(panel_);
+      for (int r = 0; r < rows; ++r) {
+        const int64_t row = i * k_.rows + r;
+        load_rows(k_, p_.q, s_.q_at, head_of(row), position_of(row), 1, p_.d, x + r * p_.d);
+        codes.scales[r] = scale_of(p_.scale_per_row ? k_.largest(x + r * p_.d, p_.d) : largest_of_head(row));
+      }
       for (int r = 0; r < rows; ++r) {
         const int64_t row = position_of(i * k_.rows + r);
         to.q_scales[row] = codes.scales[r];
@@ -74,7 +77,7 @@ class RowTile {
         if (p_.smoothing == Smoothing::none) continue;
         add_bias(&block, 1, 0);
         for (int r = 0; r < rows; ++r)
-          to.bias[position_of(i * k_.rows + r) * key_blocks + t] = bias_[(i * k_.rows + r) * bias_width_];
+          to.bias[position_of(i * k_.rows + r) * key_blocks + t] = bias_[i * bias_width_][r];
       }
     }
   }
@@ -106,7 +109,7 @@ class RowTile {
     const int64_t at_codes = reserve(row_blocks_ * int64_t{sizeof(RowCodes)});
     const int64_t at_states = reserve(row_blocks_ * int64_t{sizeof(RowState)});
     const int64_t at_started = reserve(row_blocks_);
-    const int64_t at_bias = reserve(row_blocks_ * k_.rows * bias_width_ * 4);
+    const int64_t at_bias = reserve(row_blocks_ * bias_width_ * int64_t{sizeof(*bias_)});
     const int64_t at_out = reserve(row_blocks_ * k_.rows * dv * 4);
     const int64_t at_scores = reserve(int64_t{kMaxBlockRows} * kChunkKeys * 4);
     const int64_t at_p = reserve(int64_t{kMaxBlockRows} * kChunkKeys * 2);
@@ -154,22 +157,44 @@ class RowTile {
     started_[block] = 0;
     std::fill_n(states_[block].max, k_.rows, -std::numeric_limits<float>::infinity());
     std::fill_n(states_[block].sums[0], k_.rows * kSumLanes, 0.0F);
+    const uint16_t* from[kMaxBlockRows];
+    float largest[kMaxBlockRows];
     for (int r = 0; r < rows; ++r) {
       const int64_t row = block * k_.rows + r;
-      load_rows(k_, p_.q, s_.q_at, head_of(row), position_of(row), 1, p_.d, buffer_ + r * p_.d);
+      uint16_t* copy = buffer_ + r * p_.d;
+      if (p_.q.dtype == Dtype::bf16) {
+        from[r] = query_of(row);
+        if (row + k_.rows < rows_) fetch(query_of(row + k_.rows));
+      } else {
+        load_rows(k_, p_.q, s_.q_at, head_of(row), position_of(row), 1, p_.d, copy);
+        from[r] = copy;
+      }
+      largest[r] = k_.largest(from[r], p_.d);
+      if (std::isfinite(largest[r])) continue;
+      if (from[r] != copy) std::copy_n(from[r], p_.d, copy);
+      spread_infinite(k_, copy, p_.d);
+      from[r] = copy;
     }
-    spread_infinite(k_, buffer_, rows * p_.d);
-    k_.pack_rows16(buffer_, rows, p_.d, rows16_ + block * row16_stride_);
+    std::byte* rows16 = rows16_ + block * row16_stride_;
+    k_.pack_rows16(from, rows, p_.d, rows16);
     if (tiles8_ == 0) return;
     RowCodes& codes = codes_[block];
     codes.codes = rows8_ + block * row8_stride_;
-    for (int r = 0; r < rows; ++r) codes.scales[r] = row_scale(buffer_ + r * p_.d, block * k_.rows + r);
-    k_.pack_rows8(buffer_, rows, p_.d, codes);
+    for (int r = 0; r < rows; ++r) {
+      codes.scales[r] = scale_of(p_.scale_per_row ? largest[r] : largest_of_head(block * k_.rows + r));
+    }
+    k_.pack_rows8(from, rows16, rows, p_.d, codes);
     for (int r = 0; r < rows; ++r) codes.scales[r] *= exponent_scale_;
   }
 
-  float row_scale(const uint16_t* x, int64_t row) {
-    return scale_of(p_.scale_per_row ? k_.largest(x, p_.d) : largest_of_head(row));
+  // In place, for bf16.
+  [[nodiscard]] const uint16_t* query_of(int64_t row) const {
+    return static_cast<const uint16_t*>(p_.q.data) + s_.q_at + head_of(row) * p_.q.head_stride +
+           position_of(row) * p_.q.row_stride;
+  }
+
+  void fetch(const uint16_t* row) const {
+    for (int64_t c = 0; c < p_.d; c += 32) __builtin_prefetch(row + c, 0, 3);
   }
 
   // Over the row tile, which one scale serves.
@@ -187,6 +212,14 @@ class RowTile {
 
   // Products of the queries and the means of tiles [first, end) of the list, at most 64, into column `column` on.
   void add_bias(const KeyBlock* blocks, int64_t count, int64_t column) {
+    if (k_.biases != nullptr) {
+      const std::byte* means[kKeyBlock];
+      for (int64_t i = 0; i < count; ++i) means[i] = blocks[i].mean;
+      for (int64_t i = 0; i < row_blocks_; ++i) {
+        k_.biases(rows16_ + i * row16_stride_, rows_in(i), means, count, p_.d, bias_ + i * bias_width_ + column);
+      }
+      return;
+    }
     std::memset(buffer_, 0, static_cast<size_t>(kKeyBlock * p_.d * 2));
     for (int64_t i = 0; i < count; ++i) std::memcpy(buffer_ + i * p_.d, blocks[i].mean, static_cast<size_t>(p_.d * 2));
     k_.pack_keys16(buffer_, p_.d, panel_);
@@ -194,7 +227,7 @@ class RowTile {
     for (int64_t i = 0; i < row_blocks_; ++i) {
       k_.scores16(rows16_ + i * row16_stride_, rows_in(i), panel_, p_.d, keys, scores_);
       for (int r = 0; r < rows_in(i); ++r) {
-        std::copy_n(scores_ + r * kChunkKeys, count, bias_ + (i * k_.rows + r) * bias_width_ + column);
+        for (int64_t t = 0; t < count; ++t) bias_[i * bias_width_ + column + t][r] = scores_[r * kChunkKeys + t];
       }
     }
   }
@@ -309,14 +342,16 @@ class RowTile {
       if (at + b < tiles8_) {
         k_.scores8(codes_[i], rows, blocks[b].k8, p_.d, keys, scores);
         const int64_t column = packs_here() ? b : at + b;
-        for (int r = 0; r < rows; ++r) {
-          chunk.multiplier[b][r] = std::max(codes_[i].scales[r] * blocks[b].k_scale, kSmallest);
-          chunk.offset[b][r] = bias_width_ == 0 ? 0.0F : bias_[(row + r) * bias_width_ + column] * exponent_scale_;
+        set_multipliers(codes_[i].scales, blocks[b].k_scale, chunk.multiplier[b]);
+        if (bias_width_ == 0) {
+          std::fill_n(chunk.offset[b], kMaxBlockRows, 0.0F);
+        } else {
+          times(bias_[i * bias_width_ + column], exponent_scale_, chunk.offset[b]);
         }
       } else {
         k_.scores16(rows16_ + i * row16_stride_, rows, blocks[b].k16, p_.d, keys, scores);
-        std::fill_n(chunk.multiplier[b], rows, std::max(exponent_scale_, kSmallest));
-        std::fill_n(chunk.offset[b], rows, 0.0F);
+        std::fill_n(chunk.multiplier[b], kMaxBlockRows, std::max(exponent_scale_, kSmallest));
+        std::fill_n(chunk.offset[b], kMaxBlockRows, 0.0F);
       }
       if (top.end < key0 + keys || bottom.begin > key0) {
         mask(i, key0, keys, scores, chunk, b);
@@ -334,6 +369,16 @@ class RowTile {
       k_.values(probabilities_, rows, chunk, dv, worth, out_ + row * dv);
     }
     started_[i] = 1;
+  }
+
+  // Of all lanes, whatever lies beyond a block's rows: loops of a known length are a few vectors. (Inlined, what
+  // __restrict says is lost, and they are scalar.)
+  [[gnu::noinline]] static void set_multipliers(const float* __restrict scales, float k_scale, float* __restrict to) {
+    for (int r = 0; r < kMaxBlockRows; ++r) to[r] = std::max(scales[r] * k_scale, kSmallest);
+  }
+
+  [[gnu::noinline]] static void times(const float* __restrict from, float factor, float* __restrict to) {
+    for (int r = 0; r < kMaxBlockRows; ++r) to[r] = from[r] * factor;
   }
 
   // A masked score times 0 would be NaN. (std::max returns its first argument if one is NaN.)
@@ -424,7 +469,7 @@ class RowTile {
   RowCodes* codes_ = nullptr;
   RowState* states_ = nullptr;
   uint8_t* started_ = nullptr;
-  float* bias_ = nullptr;
+  float (*bias_)[kMaxBlockRows] = nullptr;  // [row blocks][bias_width_]
   float* out_ = nullptr;
   float* scores_ = nullptr;
   uint16_t* probabilities_ = nullptr;
