@@ -385,17 +385,6 @@ def test_strides(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(run(sliced, routing=mixed(x)), expected)
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf])
-@pytest.mark.parametrize("which", [0, 1])
-def test_infinities_are_no_masks(rng: np.random.Generator, bad: float, which: int) -> None:
-    """Codes of signs that agree would make scores of -inf, which are those of keys that a mask hides."""
-    q, k, v = operands(rng, 200, 200, 1, 1, 64)
-    q, k = np.abs(q), np.abs(k)
-    (q, k)[which][0, 0, 64, 3] = bad
-    out = run(Operands(q, k, v), routing=routing.one(), quant=tilefuse.QuantSpec(smooth="none"))
-    assert np.isnan(out[0, 0, 64]).all()
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_not_finite(rng: np.random.Generator, bad: float) -> None:
     """What isn't finite reaches those that see it, and nobody else."""

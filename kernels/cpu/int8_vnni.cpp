@@ -7,8 +7,8 @@
 namespace tilefuse {
 namespace {
 
-// Rows from which laying codes out for all passes pays. Unpacking in each pass runs beside the products, on other pipes:
-// 32 rows of 8-bit codes take two thirds of the time like that.
+// Rows from which laying codes out for all passes pays. Unpacking in each pass runs beside the products, on other
+// pipes: 32 rows of 8-bit codes take two thirds of the time like that.
 constexpr int64_t kManyRowsW4 = 48;
 constexpr int64_t kManyRowsW8 = 256;
 

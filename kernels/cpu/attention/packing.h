@@ -59,8 +59,8 @@ inline float largest_any(const uint16_t* from, int64_t count) {
   return bf16_to_float(bits);
 }
 
-// Of codes, given the largest magnitude. NaN if that isn't finite, so that NaN is what spreads: of Inf, scores of -inf
-// might come out, which count as masked.
+// Of codes, given the largest magnitude. NaN if that isn't finite (a key less its mean may overflow), so that NaN is
+// what spreads: of Inf, scores of -inf might come out, which count as masked.
 inline float scale_of(float largest) {
   if (!(largest <= std::numeric_limits<float>::max())) return std::numeric_limits<float>::quiet_NaN();
   return largest == 0.0F ? 1.0F : largest / 127.0F;

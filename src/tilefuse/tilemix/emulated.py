@@ -8,7 +8,6 @@ Times in reports are *modelled*.
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -22,6 +21,7 @@ from tilefuse.attention_configurations import HEAD_DIMS
 from tilefuse.errors import DeviceError, PlanError
 from tilefuse.plan import AttentionPlan
 from tilefuse.tilemix import npu_streams
+from tilefuse.tilemix.by_sequence import operands_of, write
 from tilefuse.tilemix.grid import Grid
 from tilefuse.tilemix.npu_streams import Operands, Quantising
 from tilefuse.tilemix.reference import Smoothing
@@ -32,9 +32,6 @@ Float32 = npt.NDArray[np.float32]
 
 _LOADED = threading.local()
 """Arrays with a configuration on them: each runs on the thread that loaded it."""
-
-# While there are still modules, which the arrays need to let go of their cores.
-atexit.register(lambda: _LOADED.__dict__.clear())
 
 
 class Attended(NamedTuple):
@@ -60,7 +57,6 @@ def head_dim(d: int, dv: int) -> int:
     return found
 
 
-@np.errstate(over="ignore")  # beyond float16: Inf
 def run_call(call: Call, maps: Sequence[Routing | None]) -> None:
     """Writes the results of a call of `tilefuse.attention`; all its sequences are one run.
 
@@ -69,33 +65,14 @@ def run_call(call: Call, maps: Sequence[Routing | None]) -> None:
         QuantizationError: q, k or v has a value that is not finite in bfloat16.
         DeviceError: The emulator is not installed.
     """
-    assert call.k is not None
-    assert call.v is not None
-    arrays = [x.numpy() for x in (call.q, call.k, call.v)]
-    spans = call.sequences
-    sequences, rows_of = [], []
-    for b in range(spans.batch):
-        lengths = int(spans.q_len[b]), int(spans.k_len[b])
-        starts = int(spans.q_first[b]), int(spans.k_first[b])
-        rows, keys = (slice(start, start + count) for start, count in zip(starts, lengths, strict=True))
-        if spans.packed:
-            q, k, v = (x[span].swapaxes(0, 1) for x, span in zip(arrays, (rows, keys, keys), strict=True))
-        else:
-            q, k, v = (x[b] for x in arrays)
-        sequences.append(Operands(q, k, v, Grid(*lengths, causal=call.causal, window=call.window)))
-        rows_of.append(rows)
+    sequences = [
+        Operands(q, k, v, Grid(q.shape[1], k.shape[1], causal=call.causal, window=call.window))
+        for q, k, v in operands_of(call)
+    ]
     quantising = Quantising(cast(Literal["row", "block"], call.quant.q), cast(Smoothing, call.quant.smooth))
     found = attend(sequences, maps, call.scale, quantising)
-    out = call.out.numpy()
-    for b, rows in enumerate(rows_of):
-        if spans.packed:
-            out[rows] = found.out[b].swapaxes(0, 1).astype(out.dtype)
-        else:
-            out[b] = found.out[b].astype(out.dtype)
-        if call.lse is not None and spans.packed:
-            call.lse[rows] = found.lse[b].T
-        elif call.lse is not None:
-            call.lse[b] = found.lse[b]
+    for b, (out, lse) in enumerate(zip(found.out, found.lse, strict=True)):
+        write(call, b, out, lse)
 
 
 def plan_of(
