@@ -58,8 +58,8 @@ inline __m512i int8_zeros(const TileLayout& layout, const std::byte* tile, int64
   return z;
 }
 
-// Few rows fetch the codes of a later tile: measured, two tiles ahead to L2 (a fifth faster than one at 4 rows), but the
-// next one to L1 where little is computed on many bytes.
+// Few rows fetch the codes of a later tile: measured, two tiles ahead to L2 (a fifth faster than one at 4 rows), but
+// the next one to L1 where little is computed on many bytes.
 template <int kBits, int kRowsHere>
 constexpr bool kFetchesFar = kBits == 4 || kRowsHere > 4;
 
