@@ -28,7 +28,8 @@ def document(run: AttentionRun, plots: Sequence[tuple[str, str]]) -> str:
             """A percentage is that of the score tiles whose q k products are 8-bit integers (`local_sink`: the diagonal
             and the first keys stay in 16 bits as long as they can); P v stays in bfloat16. INT8 thus takes at most half
             of all operations, at twice the rate: the limit is 1.23 times all 16-bit at 75 %, and 1.33 times at 100 %,
-            before what softmax and quantising take. tilefuse's times hold packing, quantising and its own output;
+            before what softmax and quantising take. That holds for AVX2, too (docs/attention.md), where the target of
+            1.3 times at 75 % lies beyond it. tilefuse's times hold packing, quantising and its own output;
             ggml's keys and values were quantised before."""
         ),
         bullets(f"- {what}: {value}." for what, value in run.facts.items()),
@@ -55,7 +56,7 @@ def targets(run: AttentionRun) -> str:
             each.target.text,
             each.case.name,
             "met" if each.met else "**missed**",
-            f"{each.value:.2f}",
+            f"{each.value:.3f}",
             each.against,
         )
         for each in outcomes(run)
