@@ -107,8 +107,8 @@ def test_targets_are_ratios_of_fastest_rounds() -> None:
     assert case.rate(results.BASE) == 4 * 2 * 8 * 5050
     assert case.share(results.BASE) == pytest.approx(4 * 2 * 8 * 5050 / 3e9)
     page = document(run, [])
-    assert "| all tiles 16-bit: 1.2 times the fastest peer | L = 100 | **missed** | 1.10 | zentorch SDPA |" in page
-    assert "| 75 % INT8: 1.15 times all 16-bit | L = 100 | met | 2.00 | tilefuse 16-bit |" in page
+    assert "| all tiles 16-bit: 1.2 times the fastest peer | L = 100 | **missed** | 1.100 | zentorch SDPA |" in page
+    assert "| 75 % INT8: 1.15 times all 16-bit | L = 100 | met | 2.000 | tilefuse 16-bit |" in page
 
 
 def test_runs_merge_and_survive_a_file() -> None:
