@@ -36,13 +36,13 @@ from attention_results import (
     times_faster,
     to_json,
 )
-from interleave import Guard, Seat, Turns, take_turns
+from interleave import Guard, Seat, Turns, say, take_turns
 from measure import Limits, Probes, cpu_model, default_threads
 from page import FOLDER
 from peers.attention import make_attention, save_attention
 from peers.base import Contender
 from peers.client import PeerError
-from peers.registry import Entry, Started, start
+from peers.registry import Entry, Started, start, versions_of
 
 from tilefuse.files import write_atomically
 
@@ -128,26 +128,15 @@ def brief(run: AttentionRun, case: AttentionCase) -> str:
     return "\n".join(lines)
 
 
-def say(text: str) -> None:
-    """Progress, on standard error."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def facts_of(libraries: Sequence[Started], limits: Limits, threads: int, turns: Turns) -> dict[str, str]:
     """Where, when and with what it was measured."""
-    versions: dict[str, str] = {}
-    for each in libraries:
-        for name, version in each.versions.items():
-            known = versions.setdefault(name, version)
-            if version not in known.split(" and "):
-                versions[name] = f"{known} and {version}"
     peaks = [f"{kind} {statistics.median(rates) / 1e9:.0f}" for kind, rates in limits.arithmetic.items()]
     return {
         "Date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "CPU": cpu_model(),
         "Threads": str(threads),
         "System": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "Versions": versions_of(libraries),
         "Rounds": f"up to {turns.rounds}, turns of {turns.seconds:g} s or one call",
         "Measured limits": f"multiply-adds, in billions of operations a second: {', '.join(peaks)}",
     }

@@ -39,10 +39,10 @@ from pathlib import Path
 import results
 from call_overhead import call_overhead
 from cpu_page import document
-from interleave import Guard, Seat, Turns, load, run_case
+from interleave import Guard, Seat, Turns, load, run_case, say
 from measure import Limits, Probes, cpu_model, default_threads, last_level_cache_bytes
 from peers.install import make_peers
-from peers.registry import ENTRIES, Started, start
+from peers.registry import ENTRIES, Started, start, versions_of
 from peers.weights import make_case, save_case
 from results import Run
 
@@ -125,19 +125,8 @@ def brief(run: Run, case: results.CaseResult) -> str:
     return "\n".join(lines)
 
 
-def say(text: str) -> None:
-    """Progress, on standard error."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def facts_of(libraries: Sequence[Started], limits: Limits, threads: int, turns: Turns) -> dict[str, str]:
     """Where, when and with what it was measured."""
-    versions: dict[str, str] = {}
-    for each in libraries:
-        for name, version in each.versions.items():
-            known = versions.setdefault(name, version)
-            if version not in known.split(" and "):
-                versions[name] = f"{known} and {version}"
     low, high = results.spread(limits.read)
     peaks = [f"{kind} {sorted(rates)[len(rates) // 2] / 1e9:.0f}" for kind, rates in limits.arithmetic.items()]
     return {
@@ -146,7 +135,7 @@ def facts_of(libraries: Sequence[Started], limits: Limits, threads: int, turns: 
         "Last-level cache": f"{last_level_cache_bytes() >> 20} MiB",
         "Threads": str(threads),
         "System": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "Versions": versions_of(libraries),
         "Rounds": f"up to {turns.rounds}, turns of {turns.seconds:g} s or one call",
         "Measured limits": f"reads from huge pages {limits.bandwidth / 1e9:.1f} GB/s "
         f"({low / 1e9:.1f} to {high / 1e9:.1f}); multiply-adds, in billions of operations a second: {', '.join(peaks)}",

@@ -19,6 +19,11 @@ FAR_BEHIND = 3.0
 """A contender that takes so many times the fastest of its class in the first round has no further turns."""
 
 
+def say(text: str) -> None:
+    """Progress, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
 @dataclass(frozen=True)
 class Seat:
     """A contender and the process that it runs in."""

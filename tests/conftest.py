@@ -63,3 +63,10 @@ def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
 
     with runtime.force_cpu_level(request.param):
         yield request.param
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of packed weights, of this test alone."""
+    monkeypatch.setenv("TILEFUSE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "packed"

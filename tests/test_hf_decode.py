@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,12 @@ from tilefuse.hf.generation import Loaded, generate  # noqa: E402
 
 pytestmark = [
     pytest.mark.peers,
+    pytest.mark.usefixtures("cache"),
     pytest.mark.filterwarnings("ignore"),  # theirs
 ]
 
 PROMPT = [5, 17, 93, 4, 60]
 NEXT = [31, 8, 44, 71, 12, 9]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("TILEFUSE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,9 @@ from tilefuse.phases import CHUNK  # noqa: E402
 
 pytestmark = [
     pytest.mark.peers,
+    pytest.mark.usefixtures("cache"),
     pytest.mark.filterwarnings("ignore"),  # theirs
 ]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("TILEFUSE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "packed"
 
 
 def write_tokenizer(path: Path, *, template: str | None = None) -> None:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,9 @@ from tilefuse.hf import FusedLinear, TileFuseLinear  # noqa: E402
 
 pytestmark = [
     pytest.mark.peers,
+    pytest.mark.usefixtures("cache"),
     pytest.mark.filterwarnings("ignore"),  # theirs
 ]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("TILEFUSE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "packed"
 
 
 def load(path: Path, **more: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,11 @@ from tilefuse.hf import FusedLinear, TileFuseLinear  # noqa: E402
 
 pytestmark = [
     pytest.mark.peers,
+    pytest.mark.usefixtures("cache"),
     pytest.mark.filterwarnings("ignore"),  # theirs
 ]
 
 IDS = torch.tensor([[1, 17, 93, 4, 4, 60, 31, 8, 55, 23, 76, 12]])
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("TILEFUSE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def logits_of(model: Any, ids: Any = IDS) -> np.ndarray[Any, Any]:

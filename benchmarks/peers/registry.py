@@ -90,3 +90,14 @@ def start(
         else:
             started.append(Started(entry, peer, versions, contenders))
     return started, failures
+
+
+def versions_of(libraries: Sequence[Started]) -> str:
+    """All versions, comma-separated; both of what two processes have in different ones."""
+    versions: dict[str, str] = {}
+    for each in libraries:
+        for name, version in each.versions.items():
+            known = versions.setdefault(name, version)
+            if version not in known.split(" and "):
+                versions[name] = f"{known} and {version}"
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
