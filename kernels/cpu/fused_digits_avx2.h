@@ -220,20 +220,20 @@ inline void group_w4(const GroupOperands<kRowsHere>& op, float* acc) {
   }
 }
 
-// Loads cache lines in the order of memory before they are used in another: hardware prefetchers follow that best. On
-// Zen 4 prefetch instructions, for these lines or later ones, made reading from memory slower instead.
-inline void load_lines(const std::byte* p, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) {
-    __m128i line;
-    asm volatile("vmovdqa %1, %0" : "=x"(line) : "m"(*reinterpret_cast<const __m128i*>(p + at)));
-  }
+// One row is read faster than 24 prefetches into the L1 cache deliver, and a core's window is too short to look ahead
+// by itself: lines are asked for into the L2 cache, which its hardware prefetcher helps with, two tiles early. On Zen 4
+// that reads 1.2 times as fast as loading lines in the order of memory just before they are used.
+constexpr int64_t kBytesAhead = 8192;
+
+inline void prefetch_to_l2(const std::byte* p, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(reinterpret_cast<const char*>(p + at), _MM_HINT_T1);
 }
 
 // dots[64] = codes times the high digits, one row.
 inline void high_dots_w4(const std::byte* codes, int blocks, const int8_t* digits, int32_t* dots) {
   constexpr int kVectors = 4;
   for (int kb = 0; kb < blocks; kb += kBlocksIn16Bits) {
-    load_lines(codes + kb * (kNt * 4), kBlocksIn16Bits * kNt * 4);
+    prefetch_to_l2(codes + kb * (kNt * 4) + kBytesAhead, kBlocksIn16Bits * kNt * 4);
     for (int n = 0; n < kNt; n += 8 * kVectors) {
       __m256i sums[kVectors][2];
       for (auto& vector : sums) vector[0] = vector[1] = _mm256_setzero_si256();
@@ -261,7 +261,7 @@ inline void high_dots_w4(const std::byte* codes, int blocks, const int8_t* digit
   }
 }
 
-// One row and tile, in the order of memory: all codes, then what follows them.
+// One row and tile: the high digits of all groups, the low ones, then what follows the codes.
 inline void tile_w4(const TileRun& run, int64_t kt, const DigitRow<DigitGroup>& x, float* acc) {
   const TileLayout& layout = *run.layout;
   const std::byte* tile = run.tiles + kt * layout.tile_bytes;
@@ -276,7 +276,7 @@ inline void tile_w4(const TileRun& run, int64_t kt, const DigitRow<DigitGroup>& 
     const std::byte* codes = tile + g * blocks * (kNt * 4);
     high_dots_w4(codes, blocks, high_digits + g * blocks * ByteDigits::kHighBytes, high[g]);
   }
-  load_lines(tile + layout.scale_offset, layout.tile_bytes - layout.scale_offset);
+  prefetch_to_l2(tile + layout.scale_offset + kBytesAhead, layout.tile_bytes - layout.scale_offset);
   for (int g = 0; g < groups; ++g) {
     const std::byte* codes = tile + g * blocks * (kNt * 4);
     low_dots_w4(codes, low_digits + g * blocks * ByteDigits::kLowBytes, group[g], low[g]);
