@@ -31,7 +31,9 @@ inline void prefetch_tail(const TileLayout& layout, const std::byte* tile) {
 
 // Where the next run doesn't follow this one in memory, hardware prefetchers start anew, which costs as much as some 20
 // KiB: the lines of a part of a tile there are asked for as this one's are read. Only into the L2 cache: on Zen 4
-// asking for the L1 cache gained nothing.
+// asking for the L1 cache gained nothing. A long run is read faster without.
+constexpr int64_t kShortRun = 8;  // tiles
+
 inline void prefetch_part(const std::byte* tile, int64_t bytes, int part, int parts) {
   for (int64_t at = bytes * part / parts / 64 * 64; at < bytes * (part + 1) / parts; at += 64) {
     _mm_prefetch(reinterpret_cast<const char*>(tile + at), _MM_HINT_T1);
@@ -374,7 +376,8 @@ void fused_digits_vnni(const TileRun& run, const std::byte* digits, int rows, fl
   const TileLayout& layout = *run.layout;
   const DigitMemory<DigitGroup> at(layout);
   std::memset(acc, 0, sizeof(float) * static_cast<size_t>(rows) * kNt);
-  const bool jumps = run.next != nullptr && run.next != run.tiles + layout.k_tiles_used() * layout.tile_bytes;
+  const bool jumps = run.next != nullptr && layout.k_tiles_used() <= kShortRun &&
+                     run.next != run.tiles + layout.k_tiles_used() * layout.tile_bytes;
   const DigitRest* rest[kMaxFewRows];
   for (int r = 0; r < rows; ++r) rest[r] = DigitRow<DigitGroup>(at, digits, r).rests;
   for (int64_t kt = 0; kt < layout.k_tiles_used(); ++kt) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "bf16.h"
 #include "matmul.h"
@@ -99,12 +100,22 @@ void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
   const int64_t threads = pool.num_threads();
   std::atomic<int64_t> next{0};
   pool.parallel_for(threads, [&](int64_t, int) {
-    for (int64_t first = next.load(std::memory_order_relaxed); first < end;) {
-      const int64_t count = std::max<int64_t>(1, (end - first) / (2 * threads));
-      if (!next.compare_exchange_weak(first, first + count, std::memory_order_relaxed)) continue;
-      for (int64_t i = first; i < first + count - 1; ++i) fn(at(i), at(i + 1));
-      fn(at(first + count - 1), -1);
-      first = next.load(std::memory_order_relaxed);
+    // [first, last) of the stretch that nobody else takes; empty at the end.
+    const auto take = [&] {
+      int64_t first = next.load(std::memory_order_relaxed);
+      int64_t count = 0;
+      do {
+        count = std::min(std::max<int64_t>(1, (end - first) / (2 * threads)), end - first);
+      } while (count > 0 && !next.compare_exchange_weak(first, first + count, std::memory_order_relaxed));
+      return std::pair(first, first + std::max<int64_t>(0, count));
+    };
+    for (auto [first, last] = take(); first < last;) {
+      for (int64_t i = first; i < last - 1; ++i) fn(at(i), at(i + 1));
+      // Taken before it is needed: what comes next has to be known while the last tile is computed.
+      const auto [next_first, next_last] = take();
+      fn(at(last - 1), next_first < next_last ? at(next_first) : -1);
+      first = next_first;
+      last = next_last;
     }
   });
 }
