@@ -20,6 +20,7 @@ import tilefuse as tf  # noqa: E402
 import tilefuse.hf  # noqa: E402
 from tilefuse.hf import decode, rooms  # noqa: E402
 from tilefuse.hf.generation import Loaded, generate  # noqa: E402
+from tilefuse.hf.sequence import Sequence  # noqa: E402
 
 pytestmark = [
     pytest.mark.peers,
@@ -118,6 +119,62 @@ class _Words:
 
     def decode(self, tokens: list[int], **options: Any) -> str:
         return " ".join(map(str, tokens))
+
+
+@pytest.mark.parametrize("head", [8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "smollm", "qwen2", "qwen3", "gemma"])
+def test_sequence(architecture: str, dtype: Any, head: int, tmp_path: Path, rng: np.random.Generator) -> None:
+    """The logits of the model called as a module, across a room's end and that of the computed turns.
+
+    (What its blocks give is compared with transformers' own in test_hf_blocks.)
+    """
+    language_models.make(tmp_path / "model", architecture, KINDS["awq-gemm"], rng)
+    model = load(tmp_path / "model", dtype, head=head)
+    prompt, tokens = (rng.integers(0, model.config.vocab_size, count).tolist() for count in (100, 80))
+    caches = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(torch.tensor([prompt]), past_key_values=cache)
+        sequence = Sequence.of(model, caches[0])
+        assert sequence is not None
+        for token in tokens:
+            found = sequence.logits(token)
+            expected = model(torch.tensor([[token]]), past_key_values=caches[1]).logits
+            assert found is not None
+            assert found.shape == expected.shape
+            # The last norm's sum has another order, so that its results may be a step apart, in bfloat16 or what the
+            # product rounds to bfloat16: see test_hf_blocks.
+            assert (found - expected).abs().max() <= 2.0**-6 * expected.abs().max()
+        sequence.finish()
+    for ours, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert ours.get_seq_length() == theirs.get_seq_length() == 180
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+    assert tilefuse.hf.phases_of(model).calls["decode", "cpu"] == (4 * language_models.LAYERS + (head == 8)) * 160
+
+
+def test_sequences_that_are_not_made(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Hooks, other heads, gradients and caches that can't be written in place: the model's own code is called."""
+    language_models.make(tmp_path / "model", "llama", KINDS["awq-gemm"], rng)
+    model = load(tmp_path / "model", torch.float32, head=8)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        assert Sequence.of(model, cache) is None  # empty
+        model(torch.tensor([PROMPT]), past_key_values=cache)
+        assert Sequence.of(model, cache) is not None
+        for part in (model, model.model, model.model.norm, model.lm_head, model.model.layers[1].mlp):
+            hook = part.register_forward_hook(lambda *args: None)
+            assert Sequence.of(model, cache) is None
+            hook.remove()
+        assert Sequence.of(model, transformers.StaticCache(config=model.config, max_cache_len=32)) is None
+        assert Sequence.of(torch.nn.Linear(2, 2), cache) is None
+        sequence = Sequence.of(model, cache)
+        assert sequence is not None
+        assert sequence.logits(7) is not None
+        with pytest.raises(IndexError):  # torch's own
+            sequence.logits(10**6)
+    assert Sequence.of(model, cache) is None  # gradients
 
 
 def test_other_settings_of_the_loop(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -246,3 +303,9 @@ def test_refusals_of_the_core() -> None:
         blocks.step(0, 0, np.zeros((2, 7), np.uint64), 0, 0, 0, 0)
     with pytest.raises(ValueError, match="full"):
         blocks.step(0, 0, np.zeros((1, 7), np.uint64), 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="full"):
+        blocks.step_to_end(0, 0, np.zeros((1, 7), np.uint64), 0, 0, 0, 0, 0.0, False, None, 0)
+    room = np.full((1, 7), 4, np.uint64)
+    wide = tf.runtime.cpu.native_call(tf.pack(tf.quantize_linear(np.ones((192, 64), np.float32), bits=8, group=64)))
+    with pytest.raises(ValueError, match="another width"):
+        blocks.step_to_end(0, 0, room, 0, 0, 0, 0, 0.0, False, wide, 0)

@@ -21,6 +21,7 @@ import language_models  # noqa: E402
 from tilefuse import commands  # noqa: E402
 from tilefuse.errors import FormatError, ShapeError, TileFuseError  # noqa: E402
 from tilefuse.hf.generation import MIN_TEMPERATURE, Loaded, _Stream, generate, load, prompt_ids  # noqa: E402
+from tilefuse.hf.sequence import Sequence  # noqa: E402
 from tilefuse.phases import CHUNK  # noqa: E402
 
 pytestmark = [
@@ -275,8 +276,15 @@ def test_threads_of_torch(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPat
                 seen.append(torch.get_num_threads())
                 return forward(self, *args, **more)
 
+            logits = Sequence.logits
+
+            def watched_too(self: Any, token: int, seen: list[int] = seen, logits: Any = logits) -> Any:
+                seen.append(torch.get_num_threads())
+                return logits(self, token)
+
             with monkeypatch.context() as patched:
                 patched.setattr(type(loaded.model), "forward", watched)
+                patched.setattr(Sequence, "logits", watched_too)
                 done = generate(loaded, torch.tensor([[5, 17]]), max_new_tokens=2, min_new_tokens=2)
             assert (seen, len(done.tokens)) == (expected, 2)
             assert torch.get_num_threads() == 3

@@ -9,6 +9,7 @@ namespace tilefuse {
 namespace {
 
 thread_local Scratch t_block;      // of the calling thread
+thread_local Scratch t_model;      // likewise, of what lasts longer than a block
 thread_local Scratch t_attention;  // of each thread that attends: their number may change before they start
 
 const BlockOps& ops() {
@@ -118,6 +119,19 @@ void run_blocks(std::span<const DecoderBlock* const> blocks, const std::uintptr_
     one.x = one.y;
     addresses += kBlockAddresses;
   }
+}
+
+void run_model(std::span<const DecoderBlock* const> blocks, const std::uintptr_t* addresses, const BlockStep& shared,
+               const ModelEnd& end) {
+  const int64_t width = blocks.front()->down.layout.n;
+  const int64_t bytes = aligned(width * (shared.dtype == Dtype::f32 ? 4 : 2));
+  std::byte* const hidden = t_model.at_least(2 * bytes);
+  std::byte* const normed = hidden + bytes;
+  BlockStep inside = shared;
+  inside.y = hidden;
+  run_blocks(blocks, addresses, inside);
+  ops().norm(shared.dtype, hidden, end.norm, width, end.eps, end.plus_one, end.head == nullptr ? shared.y : normed);
+  if (end.head != nullptr) multiply(*end.head, shared.dtype, normed, shared.y);
 }
 
 }  // namespace tilefuse

@@ -60,4 +60,16 @@ void run_block(const DecoderBlock& block, const BlockStep& step);
 // [blocks][kBlockAddresses].
 void run_blocks(std::span<const DecoderBlock* const> blocks, const std::uintptr_t* addresses, const BlockStep& shared);
 
+// What follows the blocks: a norm over the model's width and, unless it is null, the head.
+struct ModelEnd {
+  const void* norm = nullptr;  // [D]
+  float eps = 0.0F;
+  bool plus_one = false;
+  const PackedMatrix* head = nullptr;
+};
+
+// Blocks, likewise, and their end: y is [head's N] or, without one, [D].
+void run_model(std::span<const DecoderBlock* const> blocks, const std::uintptr_t* addresses, const BlockStep& shared,
+               const ModelEnd& end);
+
 }  // namespace tilefuse

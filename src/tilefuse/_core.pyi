@@ -178,6 +178,21 @@ class DecoderBlocks:
         y: int,
         /,
     ) -> None: ...
+    def step_to_end(
+        self,
+        dtype: int,
+        x: int,
+        addresses: Any,
+        cos: int,
+        sin: int,
+        length: int,
+        norm: int,
+        eps: float,
+        plus_one: bool,
+        head: CpuLayer | None,
+        y: int,
+        /,
+    ) -> None: ...
 
 # --- bind_matmul.cpp ---
 

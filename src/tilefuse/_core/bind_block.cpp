@@ -62,6 +62,8 @@ void step(const DecoderBlock& block, int dtype, uintptr_t x, uintptr_t norm_in, 
                     .y = out(y)});
 }
 
+using Addresses = py::array_t<uintptr_t, py::array::c_style>;
+
 // A model's blocks, one after the other.
 class DecoderBlocks {
  public:
@@ -74,8 +76,30 @@ class DecoderBlocks {
     }
   }
 
-  void step(int dtype, uintptr_t x, const py::array_t<uintptr_t, py::array::c_style>& addresses, uintptr_t cos,
-            uintptr_t sin, int64_t length, uintptr_t y) const {
+  void step(int dtype, uintptr_t x, const Addresses& addresses, uintptr_t cos, uintptr_t sin, int64_t length,
+            uintptr_t y) const {
+    const uintptr_t* const at = checked(addresses, length);
+    const py::gil_scoped_release release;
+    run_blocks(blocks_, at, shared(dtype, x, cos, sin, length, y));
+  }
+
+  // With the model's norm behind them and, unless it is None, its head.
+  void step_to_end(int dtype, uintptr_t x, const Addresses& addresses, uintptr_t cos, uintptr_t sin, int64_t length,
+                   uintptr_t norm, float eps, bool plus_one, const CpuLayer* head, uintptr_t y) const {
+    const uintptr_t* const at = checked(addresses, length);
+    if (head != nullptr && head->layout.k != blocks_.front()->down.layout.n)
+      throw std::invalid_argument("the head takes another width than the blocks have");
+    const PackedMatrix matrix = head == nullptr ? PackedMatrix{} : matrix_of(*head);
+    const py::gil_scoped_release release;
+    run_model(blocks_, at, shared(dtype, x, cos, sin, length, y),
+              {.norm = reinterpret_cast<const void*>(norm),
+               .eps = eps,
+               .plus_one = plus_one,
+               .head = head == nullptr ? nullptr : &matrix});
+  }
+
+ private:
+  [[nodiscard]] const uintptr_t* checked(const Addresses& addresses, int64_t length) const {
     const auto count = static_cast<int64_t>(blocks_.size());
     if (addresses.ndim() != 2 || addresses.shape(0) != count || addresses.shape(1) != kBlockAddresses)
       throw std::invalid_argument("addresses have another shape than [blocks, 7]");
@@ -84,17 +108,18 @@ class DecoderBlocks {
       if (length < 0 || length >= static_cast<int64_t>(at[i * kBlockAddresses + kBlockAddresses - 1]))
         throw std::invalid_argument("the cache is full");
     }
-    const py::gil_scoped_release release;
-    run_blocks(blocks_, at,
-               {.dtype = static_cast<Dtype>(dtype),
-                .x = reinterpret_cast<const void*>(x),
-                .cos = reinterpret_cast<const void*>(cos),
-                .sin = reinterpret_cast<const void*>(sin),
-                .length = length,
-                .y = reinterpret_cast<void*>(y)});
+    return at;
   }
 
- private:
+  static BlockStep shared(int dtype, uintptr_t x, uintptr_t cos, uintptr_t sin, int64_t length, uintptr_t y) {
+    return {.dtype = static_cast<Dtype>(dtype),
+            .x = reinterpret_cast<const void*>(x),
+            .cos = reinterpret_cast<const void*>(cos),
+            .sin = reinterpret_cast<const void*>(sin),
+            .length = length,
+            .y = reinterpret_cast<void*>(y)};
+  }
+
   std::vector<const DecoderBlock*> blocks_;
 };
 
@@ -108,7 +133,8 @@ void bind_block(py::module_& m) {
       .def("step", &step);
   py::class_<DecoderBlocks>(m, "DecoderBlocks")
       .def(py::init<const py::tuple&>(), py::keep_alive<1, 2>())
-      .def("step", &DecoderBlocks::step);
+      .def("step", &DecoderBlocks::step)
+      .def("step_to_end", &DecoderBlocks::step_to_end);
 }
 
 }  // namespace tilefuse

@@ -168,7 +168,7 @@ class BlockForward:
             self.kv_heads,
             self.head_dim,
             attention.scaling,
-            [_epsilon(norm) for norm in (*self.norms, *self.head_norms)],
+            [epsilon(norm) for norm in (*self.norms, *self.head_norms)],
             self.plus_one,
             _ACTIVATIONS[type(self.block.mlp.act_fn).__name__],
         )
@@ -176,7 +176,8 @@ class BlockForward:
         return native
 
 
-def _epsilon(norm: nn.Module | None) -> float:
+def epsilon(norm: nn.Module | None) -> float:
+    """What a norm adds to the variance; 0 for none."""
     if norm is None:
         return 0.0
     return float(getattr(norm, "variance_epsilon", None) or norm.eps)

@@ -18,7 +18,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tilefuse import _core
 from tilefuse.hf.blocks import ATTENTION, BLOCKS, DTYPES, BlockForward
-from tilefuse.hf.rooms import length_of, room_of
+from tilefuse.hf.rooms import Room, length_of, room_of
+from tilefuse.phases import Phases
 from tilefuse.runtime import is_direct_cpu
 
 MODELS = frozenset(kind.replace("DecoderLayer", "Model") for kind in BLOCKS)
@@ -36,7 +37,7 @@ _CACHE = next(
 )
 
 
-class _Built:
+class Built:
     """What is found out once, for the packed layers and vectors that a model has."""
 
     def __init__(self, blocks: list[BlockForward]) -> None:
@@ -72,6 +73,12 @@ class _Built:
             and weight.data_ptr()
         )
 
+    def addresses_with(self, rooms: list[Room]) -> np.ndarray[Any, Any]:
+        """[blocks, 7], the caller's own: as DecoderBlocks.step takes them."""
+        addresses = self.addresses.copy()
+        addresses[:, 4:] = [(room.keys.data_ptr(), room.values.data_ptr(), room.capacity) for room in rooms]
+        return addresses
+
     def is_current(self, blocks: list[BlockForward]) -> bool:
         dtype = self.dtype
         for parameters, weight, at in self.vectors:
@@ -87,7 +94,7 @@ class ModelForward:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.blocks: list[BlockForward] = [block.__dict__["forward"] for block in model.layers]
-        self._built: _Built | None = None
+        self._built: Built | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_built": None}
@@ -109,25 +116,15 @@ class ModelForward:
             type(ids) is not Tensor
             or ids.shape != (1, 1)
             or ids.device.type != "cpu"
-            or torch.is_grad_enabled()
-            or type(cache) is not DynamicCache
-            or len(cache.layers) < len(self.blocks)
             or given.get("inputs_embeds") is not None
             or not given.keys() <= _ARGUMENTS
-            or torch.is_autocast_enabled("cpu")
-            or not self._is_plain(given.get("use_cache"))
+            or not self.is_plain(given.get("use_cache"))
         ):
             return None
-        phases = self.blocks[0].linears[0].phases
-        device = phases.name(1)
-        if not is_direct_cpu(device) or not self._as_built(phases):
+        built = self.ready(cache)
+        if built is None:
             return None
-        built = self._built
-        if built is None or not built.is_current(self.blocks):
-            built = self._built = _Built(self.blocks)
-        if built.kind < 0:
-            return None
-        length = self._length(cache, built.dtype)
+        length = self.length(cache, built.dtype)
         if length < 0 or not _sees_all(given.get("attention_mask"), length):
             return None
         positions = given.get("position_ids")
@@ -152,8 +149,7 @@ class ModelForward:
                 return None
         layers = cache.layers[: len(self.blocks)]
         rooms = [room_of(layer, length) for layer in layers]
-        addresses = built.addresses.copy()  # of this thread
-        addresses[:, 4:] = [(room.keys.data_ptr(), room.values.data_ptr(), room.capacity) for room in rooms]
+        addresses = built.addresses_with(rooms)
         y = torch.empty_like(x)
         built.native.step(
             built.kind,
@@ -166,10 +162,32 @@ class ModelForward:
         )
         for room, layer in zip(rooms, layers, strict=True):
             room.grow(layer, length + 1)
-        phases.count(1, device, 4 * len(self.blocks))
+        self.phases.count(1, self.phases.name(1), 4 * len(self.blocks))
         return BaseModelOutputWithPast(last_hidden_state=self.model.norm(y), **{_CACHE: cache})
 
-    def _is_plain(self, use_cache: Any) -> bool:
+    def ready(self, cache: Any) -> Built | None:
+        """What C++ needs to know of the model, if model, device and cache, as they are now, allow the short way."""
+        if (
+            torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or type(cache) is not DynamicCache
+            or len(cache.layers) < len(self.blocks)
+            or not is_direct_cpu(self.phases.name(1))
+            or not self._as_built()
+        ):
+            return None
+        built = self._built
+        if built is None or not built.is_current(self.blocks):
+            built = self._built = Built(self.blocks)
+        return built if built.kind >= 0 else None
+
+    @property
+    def phases(self) -> Phases:
+        """That of the blocks' layers."""
+        phases: Phases = self.blocks[0].linears[0].phases
+        return phases
+
+    def is_plain(self, use_cache: Any) -> bool:
         """Whether the configuration asks for nothing beside the hidden state and the cache."""
         config = self.model.config
         return bool(
@@ -182,9 +200,9 @@ class ModelForward:
             and config.num_hidden_layers == len(self.blocks)
         )
 
-    def _as_built(self, phases: Any) -> bool:
+    def _as_built(self) -> bool:
         """Whether all parts are those that the short way was made for, and none is watched by a hook."""
-        held = self.model.layers._modules
+        held, phases = self.model.layers._modules, self.phases
         if len(held) != len(self.blocks):
             return False
         config = self.model.config
@@ -202,7 +220,7 @@ class ModelForward:
                 return False
         return True
 
-    def _length(self, cache: Any, dtype: torch.dtype) -> int:
+    def length(self, cache: Any, dtype: torch.dtype) -> int:
         """Tokens in every layer of the cache; -1 if they differ or a layer can't be written in place."""
         blocks = self.blocks
         length = length_of(cache.layers[0], blocks[0].kv_heads, blocks[0].head_dim, dtype)

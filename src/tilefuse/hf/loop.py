@@ -16,6 +16,8 @@ from transformers.generation import GenerationMode
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from tilefuse.hf.sequence import Sequence
+
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -67,30 +69,47 @@ def sample(
     kept = {key: given[key] for key in ("logits_to_keep",) if key in given}
     for part in parts:
         logits = model(input_ids=part, **shown, **kept).logits
+    sequence = Sequence.of(model, cache) if input_ids.device.type == "cpu" else None
     tokens: list[int] = []
-    while True:
-        scores = logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
-        so_far = input_ids
-        if not only_lengths and tokens:
-            so_far = torch.cat([input_ids, torch.tensor([tokens])], dim=1)
-        for processor in processors:
-            if isinstance(processor, _MinNewTokens):
-                processor.apply(scores, input_ids.shape[1] + len(tokens))
-            else:
-                scores = processor(so_far, scores)
-        if generation_config.do_sample:
-            token = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-        else:
-            token = scores.argmax(dim=-1)
-        tokens.append(int(token))
-        if streamer is not None:
-            streamer.put(token.cpu())
-        if tokens[-1] in ends or input_ids.shape[1] + len(tokens) >= longest:
-            break
-        logits = model(input_ids=token[:, None], **shown).logits
+    try:
+        while True:
+            scores = logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+            so_far = input_ids
+            if not only_lengths and tokens:
+                so_far = torch.cat([input_ids, torch.tensor([tokens], device=input_ids.device)], dim=1)
+            for processor in processors:
+                if isinstance(processor, _MinNewTokens):
+                    processor.apply(scores, input_ids.shape[1] + len(tokens))
+                else:
+                    scores = processor(so_far, scores)
+            tokens.append(_next(scores, generation_config.do_sample))
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens[-1:]))
+            if tokens[-1] in ends or input_ids.shape[1] + len(tokens) >= longest:
+                break
+            found = None if sequence is None else sequence.logits(tokens[-1])
+            if found is None:
+                if sequence is not None:
+                    sequence.finish()
+                    sequence = None
+                token = torch.tensor([tokens[-1:]], device=input_ids.device)
+                found = model(input_ids=token, **shown).logits
+            logits = found
+    finally:
+        if sequence is not None:
+            sequence.finish()
     if streamer is not None:
         streamer.end()
-    return torch.cat([input_ids, torch.tensor([tokens])], dim=1)
+    return torch.cat([input_ids, torch.tensor([tokens], device=input_ids.device)], dim=1)
+
+
+def _next(scores: Tensor, draw: bool) -> int:
+    """The next token, of ``scores`` [1, vocabulary]."""
+    if draw:
+        return int(torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1))
+    if scores.device.type == "cpu":  # without waking torch's threads; the first of several, as torch's
+        return int(scores.numpy().argmax())
+    return int(scores.argmax(dim=-1))
 
 
 class _MinNewTokens:
