@@ -45,7 +45,8 @@ class Sequence:
         self._epsilon, self._plus_one = epsilon(inner.norm), forward.blocks[0].plus_one
         self._width = self._norm.numel()
         packed = type(self._head) is TileFuseLinear
-        self._native_head = native_call(self._head.layer) if packed else None
+        self._layer = self._head.layer if packed else None  # kept alive for C++, whatever becomes of the module's
+        self._native_head = native_call(self._layer) if self._layer is not None else None
         self._products = 4 * len(forward.blocks) + packed
         self._y = torch.empty((1, 1, self._head.out_features if packed else self._width), dtype=built.dtype)
         # Anything else than a plain table of rows, one that scales them say, makes the row itself.
