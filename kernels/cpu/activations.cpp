@@ -29,7 +29,7 @@ void load_row(const void* row, const int32_t* perm, int64_t k_real, float* out) 
 }  // namespace
 
 void write_row(const MatmulArgs& args, int64_t row, int64_t k, float* out) {
-  const int64_t element = args.x_dtype == Dtype::f32 ? 4 : 2;
+  const int64_t element = item_size(args.x_dtype);
   const void* from = static_cast<const std::byte*>(args.x) + row * args.x_stride * element;
   switch (args.x_dtype) {
     case Dtype::f32:

@@ -37,7 +37,7 @@ bool write_pass_bf16(const MatmulArgs& args, int64_t row0, int rows, int64_t fir
   const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
   const auto lanes = static_cast<__mmask16>((1U << rows) - 1);
   __m512i largest = _mm512_setzero_si512();
-  const int64_t tile_bytes = kKt * (args.x_dtype == Dtype::f32 ? 4 : 2);
+  const int64_t tile_bytes = kKt * item_size(args.x_dtype);
   alignas(64) std::byte piece[kKt * 4];
   words += first * tile_stride;
   for (int64_t k0 = first * kKt; k0 < end * kKt; k0 += kKt, words += tile_stride) {

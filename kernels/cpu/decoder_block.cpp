@@ -59,7 +59,7 @@ const char* DecoderBlock::misfit() const {
 void run_block(const DecoderBlock& block, const BlockStep& step) {
   const BlockOps& op = ops();
   const Dtype dtype = step.dtype;
-  const int64_t item = dtype == Dtype::f32 ? 4 : 2;
+  const int64_t item = item_size(dtype);
   const int64_t d = block.down.layout.n;
   const int64_t inner = block.down.layout.k;
   const int64_t head = block.head_dim * item;
@@ -124,7 +124,7 @@ void run_blocks(std::span<const DecoderBlock* const> blocks, const std::uintptr_
 void run_model(std::span<const DecoderBlock* const> blocks, const std::uintptr_t* addresses, const BlockStep& shared,
                const ModelEnd& end) {
   const int64_t width = blocks.front()->down.layout.n;
-  const int64_t bytes = aligned(width * (shared.dtype == Dtype::f32 ? 4 : 2));
+  const int64_t bytes = aligned(width * item_size(shared.dtype));
   std::byte* const hidden = t_model.at_least(2 * bytes);
   std::byte* const normed = hidden + bytes;
   BlockStep inside = shared;

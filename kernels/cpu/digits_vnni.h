@@ -114,7 +114,7 @@ bool write_digits_vnni(const MatmulArgs& args, int64_t row, std::byte* memory, s
   alignas(64) std::byte piece[kKt * 4];
   for (int64_t k0 = 0; k0 < at.k; k0 += count, ++groups, high += count * 2, low += count) {
     const std::byte* from = tile_of_row(args, row, k0 / kKt * kKt, piece);
-    from += k0 % kKt * (args.x_dtype == Dtype::f32 ? 4 : 2);
+    from += k0 % kKt * item_size(args.x_dtype);
     alignas(64) float x[kKt];
     __m512i most = _mm512_setzero_si512();
     for (int i = 0; i < count; i += 16) {

@@ -31,8 +31,8 @@ inline void prefetch_tail(const TileLayout& layout, const std::byte* tile) {
 
 // Where the next run doesn't follow this one in memory, hardware prefetchers start anew, which costs as much as some 20
 // KiB: the lines of a part of a tile there are asked for as this one's are read. Only into the L2 cache: on Zen 4
-// asking for the L1 cache gained nothing. A long run is read faster without.
-constexpr int64_t kShortRun = 8;  // tiles
+// asking for the L1 cache gained nothing. Runs of more than kShortRun tiles are read faster without.
+constexpr int64_t kShortRun = 8;
 
 inline void prefetch_part(const std::byte* tile, int64_t bytes, int part, int parts) {
   for (int64_t at = bytes * part / parts / 64 * 64; at < bytes * (part + 1) / parts; at += 64) {

@@ -10,6 +10,9 @@ namespace tilefuse {
 
 enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
 
+// Bytes of an element.
+constexpr int64_t item_size(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
 struct MatmulArgs {
   TileLayout layout;
   const std::byte* weights = nullptr;  // layout.nbytes() bytes, 64-byte aligned

@@ -46,7 +46,7 @@ inline void store_row(const MatmulArgs& args, int64_t row, int64_t n_tile, const
 // Asks for the results' memory of some rows of an output tile, each of which is on a page of its own. Lines of
 // different rows lie in the same few sets of a cache, so no earlier than just before they are written.
 inline void prefetch_results(const MatmulArgs& args, int64_t row0, int64_t rows, int64_t n_tile) {
-  const int64_t size = args.y_dtype == Dtype::f32 ? 4 : 2;
+  const int64_t size = item_size(args.y_dtype);
   const int64_t bytes = std::min<int64_t>(kNt, args.layout.n - n_tile * kNt) * size;
   const auto* to = static_cast<const std::byte*>(args.y) + (row0 * args.y_stride + n_tile * kNt) * size;
   for (int64_t r = 0; r < rows; ++r, to += args.y_stride * size) {
@@ -103,17 +103,17 @@ void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
     // [first, last) of the stretch that nobody else takes; empty at the end.
     const auto take = [&] {
       int64_t first = next.load(std::memory_order_relaxed);
-      int64_t count = 0;
-      do {
-        count = std::min(std::max<int64_t>(1, (end - first) / (2 * threads)), end - first);
-      } while (count > 0 && !next.compare_exchange_weak(first, first + count, std::memory_order_relaxed));
-      return std::pair(first, first + std::max<int64_t>(0, count));
+      while (first < end) {
+        const int64_t last = first + std::max<int64_t>(1, (end - first) / (2 * threads));
+        if (next.compare_exchange_weak(first, last, std::memory_order_relaxed)) return std::pair(first, last);
+      }
+      return std::pair(end, end);
     };
     for (auto [first, last] = take(); first < last;) {
       for (int64_t i = first; i < last - 1; ++i) fn(at(i), at(i + 1));
       // Taken before it is needed: what comes next has to be known while the last tile is computed.
       const auto [next_first, next_last] = take();
-      fn(at(last - 1), next_first < next_last ? at(next_first) : -1);
+      fn(at(last - 1), at(next_first));
       first = next_first;
       last = next_last;
     }

@@ -75,7 +75,7 @@ bool stage_rows(const StagingArgs& args, const StagingKernels& kernels, int64_t 
   const int64_t array_row = group / args.joined % kRows;
   const int64_t band = group % (kRows * args.bands) / (kRows * args.joined) * args.joined + group % args.joined;
   std::byte* out = args.out + (((block * kRows + array_row) * args.k_tiles + first) * args.bands + band) * kBandBytes;
-  const int64_t element = args.x_dtype == Dtype::f32 ? 4 : 2;
+  const int64_t element = item_size(args.x_dtype);
   const auto rows = static_cast<int>(std::clamp<int64_t>(args.m - row0, 0, kBandRows));
   alignas(64) uint16_t piece[kBandRows * kKt] = {};
   bool finite = true;
@@ -102,7 +102,7 @@ bool stage_rows(const StagingArgs& args, const StagingKernels& kernels, int64_t 
 }
 
 std::optional<Place> first_not_finite(const StagingArgs& args) {
-  const int64_t element = args.x_dtype == Dtype::f32 ? 4 : 2;
+  const int64_t element = item_size(args.x_dtype);
   for (int64_t row = 0; row < args.m; ++row) {
     const auto* at = static_cast<const std::byte*>(args.x) + row * args.x_stride * element;
     for (int64_t i = 0; i < args.k; ++i) {

@@ -13,7 +13,7 @@ namespace {
 
 // Activations k0 .. k0 + 127 of one row, permuted, zero beyond K, in `piece` where they don't lie like that in x.
 inline const std::byte* tile_of_row(const MatmulArgs& args, int64_t row, int64_t k0, std::byte* piece) {
-  const int64_t element = args.x_dtype == Dtype::f32 ? 4 : 2;
+  const int64_t element = item_size(args.x_dtype);
   const std::byte* from = static_cast<const std::byte*>(args.x) + row * args.x_stride * element;
   const int64_t count = std::min<int64_t>(kKt, args.layout.k - k0);
   if (args.perm == nullptr && count == kKt) return from + k0 * element;

@@ -20,8 +20,6 @@ namespace py = pybind11;
 namespace tilefuse {
 namespace {
 
-constexpr int64_t item_size(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
-
 // [rows][columns] of a float array whose last axis is contiguous.
 struct View {
   Dtype dtype = Dtype::f32;

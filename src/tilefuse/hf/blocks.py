@@ -50,6 +50,17 @@ ATTENTION = ("sdpa", "tilefuse")
 """Of one query, both are the same."""
 
 
+def is_array(tensor: Any, dtype: torch.dtype) -> bool:
+    """Whether C++ finds the elements of ``tensor``, all of ``dtype``, one after the other at its address."""
+    return bool(
+        isinstance(tensor, Tensor)
+        and tensor.dtype is dtype
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.data_ptr()
+    )
+
+
 class BlockForward:
     """``forward`` of a block."""
 
@@ -117,10 +128,7 @@ class BlockForward:
         for vector, size in zip(vectors, (width, width, d, d, d, d), strict=True):
             if vector is not None and (
                 vector.numel() != size
-                or vector.dtype is not x.dtype
-                or vector.device.type != "cpu"
-                or not vector.data_ptr()
-                or not vector.is_contiguous()
+                or not is_array(vector, x.dtype)
                 or (torch.is_grad_enabled() and vector.requires_grad)
             ):
                 return None

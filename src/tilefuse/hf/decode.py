@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tilefuse import _core
-from tilefuse.hf.blocks import ATTENTION, BLOCKS, DTYPES, BlockForward
+from tilefuse.hf.blocks import ATTENTION, BLOCKS, DTYPES, BlockForward, is_array
 from tilefuse.hf.rooms import Room, length_of, room_of
 from tilefuse.phases import Phases
 from tilefuse.runtime import is_direct_cpu
@@ -65,13 +65,7 @@ class Built:
         if weight is None:
             return False
         self.vectors.append((part._parameters, weight, weight.data_ptr()))
-        return bool(
-            weight.numel() == size
-            and weight.dtype is self.dtype
-            and weight.device.type == "cpu"
-            and weight.is_contiguous()
-            and weight.data_ptr()
-        )
+        return bool(weight.numel() == size and is_array(weight, self.dtype))
 
     def addresses_with(self, rooms: list[Room]) -> np.ndarray[Any, Any]:
         """[blocks, 7], the caller's own: as DecoderBlocks.step takes them."""
@@ -138,14 +132,7 @@ class ModelForward:
             return None
         d = self.blocks[0].head_dim
         for vector, size in ((x, self.blocks[0].linears[0].in_features), *((turn, d) for turn in turns)):
-            if (
-                type(vector) is not Tensor
-                or vector.numel() != size
-                or vector.dtype is not built.dtype
-                or vector.device.type != "cpu"
-                or not vector.is_contiguous()
-                or not vector.data_ptr()
-            ):
+            if type(vector) is not Tensor or vector.numel() != size or not is_array(vector, built.dtype):
                 return None
         layers = cache.layers[: len(self.blocks)]
         rooms = [room_of(layer, length) for layer in layers]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilefuse.hf.blocks import BLOCKS, epsilon
+from tilefuse.hf.blocks import BLOCKS, epsilon, is_array
 from tilefuse.hf.decode import Built, ModelForward
 from tilefuse.hf.linear import TileFuseLinear
 from tilefuse.hf.rooms import room_of
@@ -88,14 +88,7 @@ class Sequence:
         return found if found is not None and found._fits(found._norm) else None
 
     def _fits(self, weight: Any) -> bool:
-        return bool(
-            isinstance(weight, Tensor)
-            and weight.dtype is self._built.dtype
-            and weight.device.type == "cpu"
-            and weight.is_contiguous()
-            and weight.shape[-1] == self._width
-            and weight.data_ptr()
-        )
+        return is_array(weight, self._built.dtype) and weight.shape[-1] == self._width
 
     def logits(self, token: int) -> Tensor | None:
         """The logits [1, 1, vocabulary] that follow ``token``, until the next call; None, and nothing has happened, if
@@ -109,7 +102,6 @@ class Sequence:
             self._rooms = [room_of(layer, length) for layer in self._layers]
             self._addresses = self._built.addresses_with(self._rooms)
         if self._table is not None and 0 <= token < self._table.shape[0]:
-            x = None
             at = self._table.data_ptr() + token * self._row_bytes
         else:
             x = self._embed(torch.tensor([[token]]))
