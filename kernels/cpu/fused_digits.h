@@ -15,6 +15,7 @@
 #include "digits_vnni.h"
 #include "loads_avx512.h"
 #include "matmul_kernels.h"
+#include "vnni_dot.h"
 
 namespace tilefuse {
 namespace {
@@ -36,7 +37,7 @@ constexpr int64_t kShortRun = 8;
 
 inline void prefetch_part(const std::byte* tile, int64_t bytes, int part, int parts) {
   for (int64_t at = bytes * part / parts / 64 * 64; at < bytes * (part + 1) / parts; at += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(tile + at), _MM_HINT_T1);
+    prefetch_l2(tile + at);
   }
 }
 
@@ -61,11 +62,6 @@ struct alignas(64) GroupDots {
   int32_t d[kDigits][kNt];
 };
 
-// VPDPBUSD in place. GCC 12 copies the sums around its intrinsic, and then spills them.
-inline void dot_u8_s8(__m512i& sum, __m512i u8, __m512i s8) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u8), "v"(s8));
-}
-
 inline __m512i four_digits(const int8_t* p) {
   int32_t v;
   std::memcpy(&v, p, sizeof(v));
@@ -78,164 +74,120 @@ inline __m512i eight_digits(const int8_t* p) {
   return _mm512_set1_epi64(v);
 }
 
-// Four vectors of sums. Members, not an array: GCC 12 keeps arrays in memory.
-struct Sums {
-  __m512i v0 = _mm512_setzero_si512();
-  __m512i v1 = _mm512_setzero_si512();
-  __m512i v2 = _mm512_setzero_si512();
-  __m512i v3 = _mm512_setzero_si512();
-
-  void store(int32_t* to) const {
-    _mm512_store_si512(to, v0);
-    _mm512_store_si512(to + 16, v1);
-    _mm512_store_si512(to + 32, v2);
-    _mm512_store_si512(to + 48, v3);
-  }
+// One digit of a row in all blocks of a group, and where its dot products go.
+struct DigitPlane {
+  const int8_t* digits;
+  int64_t stride;  // from block to block
+  int32_t* to;     // [64 output channels]
 };
+
+inline DigitPlane high_plane(const int8_t* high, int digit, GroupDots* out) {
+  return {.digits = high + (digit - 1) * kBlock, .stride = kHighBytes, .to = out->d[digit]};
+}
+
+inline DigitPlane low_plane(const int8_t* low, GroupDots* out) {
+  return {.digits = low, .stride = kLowBytes, .to = out->d[0]};
+}
 
 // 4-bit codes of one block: a 32-bit lane holds 8 consecutive input channels of one output channel; its low nibbles are
 // channels 0 2 4 6, its high ones 1 3 5 7.
-struct Nibbles {
-  __m512i low0, high0, low1, high1, low2, high2, low3, high3;
-
-  explicit Nibbles(const std::byte* codes)
-      : low0(low(codes)),
-        high0(high(codes)),
-        low1(low(codes + 64)),
-        high1(high(codes + 64)),
-        low2(low(codes + 128)),
-        high2(high(codes + 128)),
-        low3(low(codes + 192)),
-        high3(high(codes + 192)) {}
-
-  static __m512i low(const std::byte* p) { return _mm512_and_si512(_mm512_load_si512(p), _mm512_set1_epi8(15)); }
-  static __m512i high(const std::byte* p) {
-    return _mm512_and_si512(_mm512_srli_epi16(_mm512_load_si512(p), 4), _mm512_set1_epi8(15));
-  }
-
-  // Adds their products with one digit.
-  void add(const int8_t* digits, Sums& sums) const {
-    const __m512i d_low = four_digits(digits);
-    const __m512i d_high = four_digits(digits + 4);
-    dot_u8_s8(sums.v0, low0, d_low);
-    dot_u8_s8(sums.v1, low1, d_low);
-    dot_u8_s8(sums.v2, low2, d_low);
-    dot_u8_s8(sums.v3, low3, d_low);
-    dot_u8_s8(sums.v0, high0, d_high);
-    dot_u8_s8(sums.v1, high1, d_high);
-    dot_u8_s8(sums.v2, high2, d_high);
-    dot_u8_s8(sums.v3, high3, d_high);
-  }
-};
-
-template <bool kAll>
-inline void dots_w4(const std::byte* codes, int blocks, const int8_t* high, const int8_t* low, GroupDots* out) {
-  Sums d0;
-  Sums d1;
-  Sums d2;
-  for (int kb = 0; kb < blocks; ++kb, codes += kNt * 4, high += kHighBytes, low += kLowBytes) {
-    const Nibbles q(codes);
-    q.add(high, d1);
-    q.add(high + kBlock, d2);
-    if constexpr (kAll) q.add(low, d0);
-  }
-  if constexpr (kAll) d0.store(out->d[0]);
-  d1.store(out->d[1]);
-  d2.store(out->d[2]);
+inline __m512i nibbles(__m512i codes, int half) {
+  return _mm512_and_si512(half == 0 ? codes : _mm512_srli_epi16(codes, 4), _mm512_set1_epi8(15));
 }
 
-// Of two rows.
-inline void two_dots_w4(const std::byte* codes, int blocks, const int8_t* high, const int8_t* second, GroupDots* out,
-                        GroupDots* second_out) {
-  Sums d1;
-  Sums d2;
-  Sums e1;
-  Sums e2;
-  for (int kb = 0; kb < blocks; ++kb, codes += kNt * 4, high += kHighBytes, second += kHighBytes) {
-    const Nibbles q(codes);
-    q.add(high, d1);
-    q.add(high + kBlock, d2);
-    q.add(second, e1);
-    q.add(second + kBlock, e2);
+template <int kPlanes>
+inline void dots_w4(const std::byte* codes, int blocks, DigitPlane (&&x)[kPlanes]) {
+  Sums16 d[kPlanes][kVectors] = {};
+  for (int kb = 0; kb < blocks; ++kb, codes += kNt * 4) {
+    __m512i q[2][kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const __m512i w = _mm512_load_si512(codes + v * 64);
+      q[0][v] = nibbles(w, 0);
+      q[1][v] = nibbles(w, 1);
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < kPlanes; ++p) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const __m512i digits = four_digits(x[p].digits + half * 4);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) d[p][v] = dot_u8_s8(d[p][v], q[half][v], digits);
+      }
+      x[p].digits += x[p].stride;
+    }
   }
-  d1.store(out->d[1]);
-  d2.store(out->d[2]);
-  e1.store(second_out->d[1]);
-  e2.store(second_out->d[2]);
+#pragma GCC unroll 8
+  for (int p = 0; p < kPlanes; ++p) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) _mm512_store_si512(x[p].to + v * 16, (__m512i)d[p][v]);
+  }
 }
 
 // The lowest digit, in some parts of a group.
 inline void low_dots_w4(const std::byte* codes, uint32_t parts, const int8_t* low, GroupDots* out) {
-  Sums d0;
+  Sums16 d0[kVectors] = {};
   for (; parts != 0; parts &= parts - 1) {
     const int part = __builtin_ctz(parts);
-    const __m512i d = four_digits(low + part * 4);
+    const __m512i digits = four_digits(low + part * 4);
     const __m128i shift = _mm_cvtsi32_si128(part % 2 * 4);
     const std::byte* at = codes + part / 2 * (kNt * 4);
-    const __m512i mask = _mm512_set1_epi8(15);
-    dot_u8_s8(d0.v0, _mm512_and_si512(_mm512_srl_epi16(_mm512_load_si512(at), shift), mask), d);
-    dot_u8_s8(d0.v1, _mm512_and_si512(_mm512_srl_epi16(_mm512_load_si512(at + 64), shift), mask), d);
-    dot_u8_s8(d0.v2, _mm512_and_si512(_mm512_srl_epi16(_mm512_load_si512(at + 128), shift), mask), d);
-    dot_u8_s8(d0.v3, _mm512_and_si512(_mm512_srl_epi16(_mm512_load_si512(at + 192), shift), mask), d);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      d0[v] = dot_u8_s8(d0[v], nibbles(_mm512_srl_epi16(_mm512_load_si512(at + v * 64), shift), 0), digits);
+    }
   }
-  d0.store(out->d[0]);
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) _mm512_store_si512(out->d[0] + v * 16, (__m512i)d0[v]);
 }
 
 // 8-bit codes: 8 consecutive input channels of one output channel are two neighbouring 32-bit lanes, whose partial sums
 // are added when the group is done.
-struct PairSums {
-  Sums first;   // output channels 0 to 31
-  Sums second;  // 32 to 63
+constexpr int kPairVectors = 2 * kVectors;
 
-  void add(const std::byte* codes, __m512i digits) {
-    dot_u8_s8(first.v0, _mm512_load_si512(codes), digits);
-    dot_u8_s8(first.v1, _mm512_load_si512(codes + 64), digits);
-    dot_u8_s8(first.v2, _mm512_load_si512(codes + 128), digits);
-    dot_u8_s8(first.v3, _mm512_load_si512(codes + 192), digits);
-    dot_u8_s8(second.v0, _mm512_load_si512(codes + 256), digits);
-    dot_u8_s8(second.v1, _mm512_load_si512(codes + 320), digits);
-    dot_u8_s8(second.v2, _mm512_load_si512(codes + 384), digits);
-    dot_u8_s8(second.v3, _mm512_load_si512(codes + 448), digits);
+TILEFUSE_ALWAYS_INLINE void store_pair_sums(const Sums16 (&sums)[kPairVectors], int32_t* to) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    const auto a = (__m512i)sums[2 * v];
+    const auto b = (__m512i)sums[2 * v + 1];
+    _mm512_store_si512(to + v * 16,
+                       _mm512_add_epi32(_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, odd, b)));
   }
-
-  static __m512i join(__m512i a, __m512i b) {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    return _mm512_add_epi32(_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, odd, b));
-  }
-
-  void store(int32_t* to) const {
-    Sums sums;
-    sums.v0 = join(first.v0, first.v1);
-    sums.v1 = join(first.v2, first.v3);
-    sums.v2 = join(second.v0, second.v1);
-    sums.v3 = join(second.v2, second.v3);
-    sums.store(to);
-  }
-};
-
-template <bool kAll>
-inline void dots_w8(const std::byte* codes, int blocks, const int8_t* high, const int8_t* low, GroupDots* out) {
-  PairSums d0;
-  PairSums d1;
-  PairSums d2;
-  for (int kb = 0; kb < blocks; ++kb, codes += kNt * 8, high += kHighBytes, low += kLowBytes) {
-    d1.add(codes, eight_digits(high));
-    d2.add(codes, eight_digits(high + kBlock));
-    if constexpr (kAll) d0.add(codes, eight_digits(low));
-  }
-  if constexpr (kAll) d0.store(out->d[0]);
-  d1.store(out->d[1]);
-  d2.store(out->d[2]);
 }
 
+// The digits that are always multiplied.
+inline void dots_w8(const std::byte* codes, int blocks, const int8_t* high, GroupDots* out) {
+  Sums16 d1[kPairVectors] = {};
+  Sums16 d2[kPairVectors] = {};
+  for (int kb = 0; kb < blocks; ++kb, codes += kNt * 8, high += kHighBytes) {
+    const __m512i x1 = eight_digits(high);
+    const __m512i x2 = eight_digits(high + kBlock);
+#pragma GCC unroll 8
+    for (int v = 0; v < kPairVectors; ++v) {
+      prefetch_l2(codes + v * 64 + kCodesAhead);
+      const __m512i q = _mm512_load_si512(codes + v * 64);
+      d1[v] = dot_u8_s8(d1[v], q, x1);
+      d2[v] = dot_u8_s8(d2[v], q, x2);
+    }
+  }
+  store_pair_sums(d1, out->d[1]);
+  store_pair_sums(d2, out->d[2]);
+}
+
+// The lowest digit, in some blocks of a group.
 inline void low_dots_w8(const std::byte* codes, uint32_t parts, const int8_t* low, GroupDots* out) {
-  PairSums d0;
+  Sums16 d0[kPairVectors] = {};
   for (; parts != 0; parts &= parts - 1) {
     const int part = __builtin_ctz(parts);
-    d0.add(codes + part * (kNt * 8), eight_digits(low + part * kLowBytes));
+    const __m512i x0 = eight_digits(low + part * kLowBytes);
+#pragma GCC unroll 8
+    for (int v = 0; v < kPairVectors; ++v) {
+      d0[v] = dot_u8_s8(d0[v], _mm512_load_si512(codes + part * (kNt * 8) + v * 64), x0);
+    }
   }
-  d0.store(out->d[0]);
+  store_pair_sums(d0, out->d[0]);
 }
 
 // Adds a group's contribution to acc[0..63]. dots.d[0] may be unset where x has no lowest digits.
@@ -307,8 +259,8 @@ inline void add_rest(const TileLayout& layout, const std::byte* tile, int k, flo
   }
 }
 
-// Looking the lowest digits up costs as much a block as multiplying all of two.
-inline bool worth_looking_up(uint32_t parts, int parts_in_all) { return 2 * __builtin_popcount(parts) <= parts_in_all; }
+// Of 4-bit codes: unpacking them again for the lowest digit of a half block costs as much as multiplying a block's.
+inline bool worth_looking_up(uint32_t parts, int blocks) { return __builtin_popcount(parts) <= blocks; }
 
 // The dot products of one group with one row, or with two of which the higher digits are multiplied together.
 template <int kRowsHere>
@@ -325,26 +277,30 @@ inline void group_digits(const TileLayout& layout, const std::byte* codes, const
     const auto* ahead = reinterpret_cast<const std::byte*>(high) + r * row_bytes + kDigitsAhead;
     for (int i = 0; i < layout.tile_group * 2; i += 64) prefetch(ahead + i);
   }
-  const bool together = kRowsHere == 2 && layout.bits == 4 && worth_looking_up(parts_of(0), 2 * blocks) &&
-                        worth_looking_up(parts_of(1), 2 * blocks);
-  if (together) two_dots_w4(codes, blocks, high, high + row_bytes, out, out + out_stride);
+  if (layout.bits == 8) {
+    for (int r = 0; r < kRowsHere; ++r, high += row_bytes, low += row_bytes, out += out_stride) {
+      dots_w8(codes, blocks, high, out);
+      if (const uint32_t parts = parts_of(r); parts != 0) low_dots_w8(codes, parts, low, out);
+    }
+    return;
+  }
+  if (kRowsHere == 2 && worth_looking_up(parts_of(0), blocks) && worth_looking_up(parts_of(1), blocks)) {
+    GroupDots* second = out + out_stride;
+    dots_w4(codes, blocks,
+            {high_plane(high, 1, out), high_plane(high, 2, out), high_plane(high + row_bytes, 1, second),
+             high_plane(high + row_bytes, 2, second)});
+    if (const uint32_t parts = parts_of(0); parts != 0) low_dots_w4(codes, parts, low, out);
+    if (const uint32_t parts = parts_of(1); parts != 0) low_dots_w4(codes, parts, low + row_bytes, second);
+    return;
+  }
   for (int r = 0; r < kRowsHere; ++r, high += row_bytes, low += row_bytes, out += out_stride) {
     const uint32_t parts = parts_of(r);
-    if (layout.bits == 4) {
-      if (!worth_looking_up(parts, 2 * blocks)) {
-        dots_w4<true>(codes, blocks, high, low, out);
-        continue;
-      }
-      if (!together) dots_w4<false>(codes, blocks, high, low, out);
-      if (parts != 0) low_dots_w4(codes, parts, low, out);
-    } else {
-      if (!worth_looking_up(parts, blocks)) {
-        dots_w8<true>(codes, blocks, high, low, out);
-        continue;
-      }
-      dots_w8<false>(codes, blocks, high, low, out);
-      if (parts != 0) low_dots_w8(codes, parts, low, out);
+    if (!worth_looking_up(parts, blocks)) {
+      dots_w4(codes, blocks, {high_plane(high, 1, out), high_plane(high, 2, out), low_plane(low, out)});
+      continue;
     }
+    dots_w4(codes, blocks, {high_plane(high, 1, out), high_plane(high, 2, out)});
+    if (parts != 0) low_dots_w4(codes, parts, low, out);
   }
 }
 

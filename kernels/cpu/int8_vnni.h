@@ -14,21 +14,13 @@
 #include "int8_group.h"
 #include "int8_kernels.h"
 #include "loads_avx512.h"
+#include "vnni_dot.h"
 
 namespace tilefuse {
 namespace {
 
 constexpr int kInt8Vectors = kNt / 16;  // vectors of 32-bit lanes that hold the 64 output channels
 constexpr int kVnniRows = 12;
-
-// Sums have the type that VPDPBUSD's operand has inside the compiler: with __m512i GCC keeps two copies of each.
-using Sums16 = int32_t __attribute__((vector_size(64)));
-
-// sum + u * s in each lane.
-TILEFUSE_ALWAYS_INLINE Sums16 dpbusd(Sums16 sum, __m512i u, __m512i s) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(s));
-  return sum;
-}
 
 // 8-bit codes of 8 input by 16 output channels: `low` has channels 0..3, `high` 4..7.
 struct CodesW8 {
@@ -58,14 +50,28 @@ inline __m512i int8_zeros(const TileLayout& layout, const std::byte* tile, int64
   return z;
 }
 
-// Few rows fetch the codes of a later tile: measured, two tiles ahead to L2 (a fifth faster than one at 4 rows), but
-// the next one to L1 where little is computed on many bytes.
+// Few rows fetch later codes, measured: those of one row of 4 bits arrive by themselves; one or two rows of 8 bits are
+// done with theirs before hardware prefetchers have brought the next (as in fused_digits.h); else two tiles ahead to L2
+// (a fifth faster than one at 4 rows), but the next one to L1 where little is computed on many bytes.
+template <int kBits, int kRowsHere>
+constexpr bool kFetchesSoon = kBits == 8 && kRowsHere <= 2;
 template <int kBits, int kRowsHere>
 constexpr bool kFetchesFar = kBits == 4 || kRowsHere > 4;
 
 template <int kBits, int kRowsHere>
+TILEFUSE_ALWAYS_INLINE const std::byte* codes_later(const TileLayout& layout, const std::byte* codes) {
+  if constexpr (kFetchesSoon<kBits, kRowsHere>) return codes + kCodesAhead;
+  return codes + (kFetchesFar<kBits, kRowsHere> ? 2 : 1) * layout.tile_bytes;
+}
+
+template <int kBits, int kRowsHere>
 TILEFUSE_ALWAYS_INLINE void prefetch_later(const std::byte* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), kFetchesFar<kBits, kRowsHere> ? _MM_HINT_T1 : _MM_HINT_T0);
+  if constexpr (kBits == 4 && kRowsHere == 1) return;
+  if constexpr (kFetchesSoon<kBits, kRowsHere> || kFetchesFar<kBits, kRowsHere>) {
+    prefetch_l2(p);
+  } else {
+    prefetch(p);
+  }
 }
 
 // What passes over a k tile read.
@@ -94,7 +100,7 @@ inline __m512i unpack_w4(const std::byte* codes, int blocks, __m512i z, std::byt
       _mm512_store_si512(to + (kb + i) * 256 + 128, high);
       four = _mm512_add_epi8(four, _mm512_add_epi8(low, high));
     }
-    sum = dpbusd(sum, ones, four);
+    sum = dot_u8_s8(sum, ones, four);
   }
   return (__m512i)sum;
 }
@@ -110,8 +116,8 @@ inline __m512i unpack_w8(const std::byte* codes, int blocks, std::byte* to) {
     const __m512i high = _mm512_xor_si512(w.high, sign);
     _mm512_store_si512(to + kb * 256, low);
     _mm512_store_si512(to + kb * 256 + 128, high);
-    sums[0] = dpbusd(sums[0], ones, low);
-    sums[1] = dpbusd(sums[1], ones, high);
+    sums[0] = dot_u8_s8(sums[0], ones, low);
+    sums[1] = dot_u8_s8(sums[1], ones, high);
   }
   return (__m512i)(sums[0] + sums[1]);
 }
@@ -237,6 +243,7 @@ template <int kBits, int kRowsHere, int kAtOnce>
   constexpr int64_t kRowBytes = kInt8Vectors * kBytes;
   const __m512i mask = _mm512_set1_epi8(15);
   for (int v0 = 0; v0 < kInt8Vectors; v0 += kAtOnce) {
+    asm("" : "+r"(x_scales), "+r"(x_sums));  // as many_rows_group
     Sums16 c[kRowsHere][kAtOnce];
     start_few(group, v0, x_sums, c);
     const std::byte* at = codes + v0 * kBytes;
@@ -246,7 +253,7 @@ template <int kBits, int kRowsHere, int kAtOnce>
       for (int r = 0; r < kRowsHere; ++r) {
         const __m512i a = _mm512_set1_epi32(static_cast<int>(from[r]));
 #pragma GCC unroll 16
-        for (int v = 0; v < kAtOnce; ++v) c[r][v] = dpbusd(c[r][v], w[v], a);
+        for (int v = 0; v < kAtOnce; ++v) c[r][v] = dot_u8_s8(c[r][v], w[v], a);
       }
       from += kRowsHere;
     };
@@ -290,6 +297,8 @@ template <int kRowsHere>
                                        const float* x_scales, const int32_t* x_sums, float* acc) {
   const Int8Group& group = prepared.groups[g];
   for (int v0 = 0; v0 < kInt8Vectors; v0 += 2) {
+    // Or GCC broadcasts all rows' scales and sums once for all v0, to the stack.
+    asm("" : "+r"(x_scales), "+r"(x_sums));
     Sums16 c[kRowsHere][2];
     start_many(group, v0, x_sums, c);
     const std::byte* at = prepared.panel[v0 / 2][g * steps][0];
@@ -300,7 +309,7 @@ template <int kRowsHere>
       for (int r = 0; r < kRowsHere; ++r) {
         const __m512i a = _mm512_set1_epi32(static_cast<int>(from[r]));
 #pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) c[r][v] = dpbusd(c[r][v], a, w[v]);
+        for (int v = 0; v < 2; ++v) c[r][v] = dot_u8_s8(c[r][v], a, w[v]);
       }
     }
     add_group(group, v0, c, x_scales, acc);
@@ -319,7 +328,7 @@ void int8_tile_vnni(const TileRun& run, int64_t k_tile, const PreparedVnni& prep
     const float* scales = x.scales + (k_tile * groups + g) * kRowsHere;
     const int32_t* sums = x.sums + (k_tile * groups + g) * kRowsHere;
     const std::byte* codes = tile + g * group_bytes;
-    const std::byte* later = codes + (kFetchesFar<kBits, kRowsHere> ? 2 : 1) * layout.tile_bytes;
+    const std::byte* later = codes_later<kBits, kRowsHere>(layout, codes);
     if (layout.zero == ZeroKind::m16) add_minima(prepared.groups[g], kRowsHere, scales, sums, acc);
     if constexpr (kMany) {
       many_rows_group<kRowsHere>(prepared, g, steps, words, scales, sums, acc);

@@ -203,8 +203,7 @@ constexpr PassKernels kBf16Passes = {
     .store_row = store_row_avx512,
 };
 
-constexpr FewRowsKernels kFewRowsBf16 =
-    few_rows_vnni([](const TileLayout& layout) { return layout.bits == 4 ? 1 : 2; });
+constexpr FewRowsKernels kFewRowsBf16 = few_rows_vnni([](const TileLayout&) { return 2; });
 
 constexpr MatmulKernels kBf16Kernels = {
     .fused_w4_f32 = nullptr,
