@@ -6,6 +6,7 @@
 #include "bf16_dot.h"
 #include "matmul.h"
 #include "matmul_kernels.h"
+#include "prefetch.h"
 #include "tile_of_row.h"
 #include "transpose_avx512.h"
 
@@ -46,7 +47,7 @@ bool write_pass_bf16(const MatmulArgs& args, int64_t row0, int rows, int64_t fir
       const std::byte* from = tile_of_row(args, row0 + r, k0, piece);
       // That many rows in turn are more than hardware prefetchers follow.
       const std::byte* next = from + tile_bytes;
-      for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(next + i), _MM_HINT_T0);
+      for (int64_t i = 0; i < tile_bytes; i += 64) prefetch(next + i);
       __m512 sum = _mm512_setzero_ps();
       for (int i = 0; i < kKt / 32; ++i) {
         const __m512i x = load_32(from + i * (args.x_dtype == Dtype::f32 ? 128 : 64), args.x_dtype);

@@ -1,13 +1,12 @@
 // Conversions among float16, bfloat16 and float32, on bit patterns: no instruction set, no floating-point mode (flush
 // to zero, say) changes them.
 //
-// Always inlined: these are used in translation units of different instruction sets, and an out-of-line copy compiled
-// for the widest one must not be what the linker keeps.
+// Always inlined, for the reason in always_inline.h.
 #pragma once
 
 #include <cstdint>
 
-#define TILEFUSE_ALWAYS_INLINE __attribute__((always_inline)) inline
+#include "always_inline.h"
 
 namespace tilefuse {
 

@@ -5,14 +5,14 @@
 #include <algorithm>
 #include <memory>
 
+#include "prefetch.h"
+
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
 
 namespace tilefuse {
 namespace {
-
-inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -79,7 +79,7 @@ void for_each_row_block(const TileAt& at, int64_t row_bytes, Fn&& fn) {
       const auto there = static_cast<size_t>(std::min<int64_t>(Bytes, row_bytes - first - offset));
       const uint8_t* rows[kBlock];
       for (int i = 0; i < kBlock; ++i) {
-        if (next[i] != nullptr && offset % 64 == 0) prefetch(next[i] + offset);
+        if (next[i] != nullptr && offset % 64 == 0) prefetch_l2(next[i] + offset);
         rows[i] = kZeroRow;
         if (band[i] == nullptr) continue;
         rows[i] = band[i] + offset;
@@ -191,7 +191,7 @@ void read_words_k_permuted(const TileAt& at, int k_tiles, Word<Bits>* const* til
   const uint8_t* from = at.source.codes + at.n0 * 4;
   for (int64_t row = 0; row < rows; ++row, from += at.n * 4) {
     for (int line = 0; row + kAhead < rows && line < at.real_n * 4; line += 64)
-      prefetch(from + kAhead * at.n * 4 + line);
+      prefetch_l2(from + kAhead * at.n * 4 + line);
     uint32_t* to = words.get() + row * kNt;
     std::memcpy(to, from, 4 * static_cast<size_t>(at.real_n));
     std::fill(to + at.real_n, to + kNt, 0);
@@ -260,7 +260,7 @@ void read_rows_n_column(const TileAt& at, int64_t row_bytes, uint8_t flip, int k
       for (int i = 0; i < kLine; ++i) {
         Word<Bits> words[kKBlocks];
         std::memcpy(words, rows + i * row_bytes, kBytes);
-        for (int at_byte = 0; at_byte < kBytes; at_byte += 64) prefetch(rows + i * row_bytes + kAhead + at_byte);
+        for (int at_byte = 0; at_byte < kBytes; at_byte += 64) prefetch_l2(rows + i * row_bytes + kAhead + at_byte);
         for (int block = 0; block < kKBlocks; ++block) lines[block][i] = words[block] ^ flips;
       }
       for (int block = 0; block < kKBlocks; ++block) store_lines<64>(lines[block], tiles[tile] + block * kNt + n);
@@ -285,7 +285,7 @@ void read_rows_n(const TileAt& at, int64_t row_bytes, uint8_t flip, Word<Bits>* 
   for (int n = 0; n < at.real_n; ++n) {
     Word<Bits> words[kKBlocks] = {};
     const uint8_t* row = at.source.codes + (at.n0 + n) * row_bytes + offset;
-    prefetch(row + kBytes);  // the tile below comes next
+    prefetch_l2(row + kBytes);  // the tile below comes next
     std::memcpy(words, row, there);
     for (int block = 0; block < kKBlocks; ++block) tile[block * kNt + n] = words[block] ^ flips;
   }

@@ -15,6 +15,7 @@
 #include "digits_vnni.h"
 #include "loads_avx512.h"
 #include "matmul_kernels.h"
+#include "prefetch.h"
 #include "vnni_dot.h"
 
 namespace tilefuse {
@@ -26,7 +27,7 @@ constexpr int kVectors = kNt / 16;  // vectors of 32-bit lanes that hold the 64 
 // the codes of a later tile cost a tenth to a third of the speed. But with several groups, what follows the codes is
 // asked for at once, before the first of it is used: the arithmetic in between is longer than the window in which a
 // core looks for loads.
-inline void prefetch_tail(const TileLayout& layout, const std::byte* tile) {
+TILEFUSE_ALWAYS_INLINE void prefetch_tail(const TileLayout& layout, const std::byte* tile) {
   for (int64_t at = layout.scale_offset; at < layout.tile_bytes; at += 64) prefetch(tile + at);
 }
 
@@ -35,7 +36,7 @@ inline void prefetch_tail(const TileLayout& layout, const std::byte* tile) {
 // asking for the L1 cache gained nothing. Runs of more than kShortRun tiles are read faster without.
 constexpr int64_t kShortRun = 8;
 
-inline void prefetch_part(const std::byte* tile, int64_t bytes, int part, int parts) {
+TILEFUSE_ALWAYS_INLINE void prefetch_part(const std::byte* tile, int64_t bytes, int part, int parts) {
   for (int64_t at = bytes * part / parts / 64 * 64; at < bytes * (part + 1) / parts; at += 64) {
     prefetch_l2(tile + at);
   }
@@ -50,7 +51,7 @@ constexpr int64_t kDigitsAhead = 2 * kKt;
 constexpr int64_t kTilesAhead = 2;
 
 // What follows the codes, scales and zero points, of one group of that tile.
-inline void prefetch_scales(const TileLayout& layout, const std::byte* tile, int group) {
+TILEFUSE_ALWAYS_INLINE void prefetch_scales(const TileLayout& layout, const std::byte* tile, int group) {
   const std::byte* ahead = tile + kTilesAhead * layout.tile_bytes;
   const int64_t zero_bytes = layout.zero == ZeroKind::z8 ? kNt : 2 * kNt;
   for (int64_t i = 0; i < 2 * kNt; i += 64) prefetch(ahead + layout.scale_offset + group * (2 * kNt) + i);

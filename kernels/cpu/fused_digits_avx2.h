@@ -13,6 +13,7 @@
 
 #include "digits_avx2.h"
 #include "matmul_kernels.h"
+#include "prefetch.h"
 
 namespace tilefuse {
 namespace {
@@ -21,8 +22,6 @@ namespace {
 // read a tile by columns, but prefetch it from end to end: only that lets the hardware run ahead as well, and
 // prefetches alone, of which a core has some 24 in flight, get a third of the memory's speed.
 inline constexpr int64_t kTilesAhead256 = 1;
-
-inline void prefetch_line(const std::byte* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
 inline __m256 load_bf16_8(const std::byte* p) {
   const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -191,7 +190,7 @@ inline void group_w4(const GroupOperands<kRowsHere>& op, float* acc) {
       }
 #pragma GCC unroll 4
       for (int b = kb; b < kb + kBlocksIn16Bits; ++b, codes += kNt * 4) {
-        prefetch_line(ahead);
+        prefetch(ahead);
         ahead += 64;
         Nibbles q[kVectors];
         for (int v = 0; v < kVectors; ++v) q[v] = load_w4(codes + v * 32);
@@ -225,8 +224,8 @@ inline void group_w4(const GroupOperands<kRowsHere>& op, float* acc) {
 // that reads 1.2 times as fast as loading lines in the order of memory just before they are used.
 constexpr int64_t kBytesAhead = 8192;
 
-inline void prefetch_to_l2(const std::byte* p, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(reinterpret_cast<const char*>(p + at), _MM_HINT_T1);
+TILEFUSE_ALWAYS_INLINE void prefetch_to_l2(const std::byte* p, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) prefetch_l2(p + at);
 }
 
 // dots[64] = codes times the high digits, one row.
@@ -330,7 +329,7 @@ inline void group_w8(const GroupOperands<kRowsHere>& op, float* acc) {
 #pragma GCC unroll 2
     for (int b = 0; b < blocks; ++b) {
       const std::byte* at = codes + b * (kNt * 8);
-      prefetch_line(ahead);
+      prefetch(ahead);
       ahead += 64;
       __m256i d[kRowsHere];
       for (int r = 0; r < kRowsHere; ++r) d[r] = broadcast_16(op.high[r] + b * WideDigits::kHighBytes);
@@ -375,9 +374,9 @@ inline void add_rest_256(const TileLayout& layout, const std::byte* tile, int k,
 }
 
 // What follows the codes of a tile ahead.
-inline void prefetch_affine(const TileLayout& layout, const std::byte* tile) {
+TILEFUSE_ALWAYS_INLINE void prefetch_affine(const TileLayout& layout, const std::byte* tile) {
   const std::byte* ahead = tile + kTilesAhead256 * layout.tile_bytes;
-  for (int64_t i = layout.scale_offset; i < layout.tile_bytes; i += 64) prefetch_line(ahead + i);
+  for (int64_t i = layout.scale_offset; i < layout.tile_bytes; i += 64) prefetch(ahead + i);
 }
 
 // Rows [first, rows) of one group, kRowsHere at a time.

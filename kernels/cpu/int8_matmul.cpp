@@ -4,6 +4,7 @@
 #include "int8_kernels.h"
 #include "matmul.h"
 #include "matmul_driver.h"
+#include "prefetch.h"
 #include "thread_pool.h"
 
 namespace tilefuse {
@@ -53,8 +54,8 @@ void quantise_chunk(const MatmulArgs& args, const Int8Kernels& kernels, const Ch
 }
 
 // Fetches cache lines [begin, end) of `lines` from p.
-void prefetch_lines(const std::byte* p, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) __builtin_prefetch(p + i * 64);
+TILEFUSE_ALWAYS_INLINE void prefetch_lines(const std::byte* p, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) prefetch(p + i * 64);
 }
 
 // Passes [begin, end) of a chunk for one output tile.

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "int8_rows.h"
+#include "prefetch.h"
 #include "transpose_avx512.h"
 
 namespace tilefuse {
@@ -110,12 +111,6 @@ inline void interleave(const int8_t* q, int64_t stride, int rows, bool offset, u
   }
 }
 
-// Two lines of words: after the last product they lie in other cores' caches, too.
-inline void prefetch_for_writing(const uint32_t* words) {
-  asm volatile("prefetchw %0" : : "m"(words[0]));
-  asm volatile("prefetchw %0" : : "m"(words[16]));
-}
-
 template <Dtype kDtype, int kGroups>
 void quantise_rows(const MatmulArgs& args, int64_t row0, int64_t first, int64_t count, bool offset, const Int8Rows& x) {
   constexpr int64_t kStride = kTilesInTurn * kKt;
@@ -127,7 +122,9 @@ void quantise_rows(const MatmulArgs& args, int64_t row0, int64_t first, int64_t 
       for (int64_t t = 0; t < tiles; ++t) {
         const std::byte* from = tile_of_row(args, row0 + r, (t0 + t) * kKt, piece);
         const int64_t at = (t0 + t) * kGroups * x.rows + r;
-        prefetch_for_writing(x.words + (t0 + t) * x.tile_stride + r * kInt8TileWords);
+        // After the last product they lie in other cores' caches, too.
+        prefetch_to_write(x.words + (t0 + t) * x.tile_stride + r * kInt8TileWords);
+        prefetch_to_write(x.words + (t0 + t) * x.tile_stride + r * kInt8TileWords + 16);
         quantise_tile<kDtype, kGroups>(from, args.layout.bits, q + r * kStride + t * kKt, x.scales + at, x.sums + at,
                                        x.rows);
       }

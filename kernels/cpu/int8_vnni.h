@@ -14,6 +14,7 @@
 #include "int8_group.h"
 #include "int8_kernels.h"
 #include "loads_avx512.h"
+#include "prefetch.h"
 #include "vnni_dot.h"
 
 namespace tilefuse {

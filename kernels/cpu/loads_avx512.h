@@ -9,13 +9,9 @@
 namespace tilefuse {
 namespace {
 
-inline void prefetch(const std::byte* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
-
 // How far ahead codes of 8 bits are asked for that are used once or twice: hardware prefetchers are slower. Only into
 // the L2 cache: measured on Zen 4, the L1 cache at any distance costs a third of the speed; 8 KiB cost up to a half.
 constexpr int64_t kCodesAhead = 2048;
-
-inline void prefetch_l2(const std::byte* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
 // 16 bfloat16 values as floats.
 inline __m512 load_bf16(const std::byte* p) {

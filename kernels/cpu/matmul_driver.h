@@ -13,6 +13,7 @@
 #include "bf16.h"
 #include "matmul.h"
 #include "matmul_kernels.h"
+#include "prefetch.h"
 #include "scratch.h"
 #include "thread_pool.h"
 
@@ -45,12 +46,12 @@ inline void store_row(const MatmulArgs& args, int64_t row, int64_t n_tile, const
 
 // Asks for the results' memory of some rows of an output tile, each of which is on a page of its own. Lines of
 // different rows lie in the same few sets of a cache, so no earlier than just before they are written.
-inline void prefetch_results(const MatmulArgs& args, int64_t row0, int64_t rows, int64_t n_tile) {
+TILEFUSE_ALWAYS_INLINE void prefetch_results(const MatmulArgs& args, int64_t row0, int64_t rows, int64_t n_tile) {
   const int64_t size = item_size(args.y_dtype);
   const int64_t bytes = std::min<int64_t>(kNt, args.layout.n - n_tile * kNt) * size;
   const auto* to = static_cast<const std::byte*>(args.y) + (row0 * args.y_stride + n_tile * kNt) * size;
   for (int64_t r = 0; r < rows; ++r, to += args.y_stride * size) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(to + i, 1);
+    for (int64_t i = 0; i < bytes; i += 64) prefetch_to_write(to + i);
   }
 }
 

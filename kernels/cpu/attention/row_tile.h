@@ -6,6 +6,7 @@
 
 #include "attention/key_store.h"
 #include "attention/packing.h"
+#include "prefetch.h"
 #include "scratch.h"
 
 namespace tilefuse {
@@ -193,8 +194,8 @@ class RowTile {
            position_of(row) * p_.q.row_stride;
   }
 
-  void fetch(const uint16_t* row) const {
-    for (int64_t c = 0; c < p_.d; c += 32) __builtin_prefetch(row + c, 0, 3);
+  TILEFUSE_ALWAYS_INLINE void fetch(const uint16_t* row) const {
+    for (int64_t c = 0; c < p_.d; c += 32) prefetch(row + c);
   }
 
   // Over the row tile, which one scale serves.
@@ -285,11 +286,11 @@ class RowTile {
     }
 
     // Part i of `of`.
-    void fetch(int64_t i, int64_t of) const {
+    TILEFUSE_ALWAYS_INLINE void fetch(int64_t i, int64_t of) const {
       for (int part = 0; part < parts; ++part) {
         const int64_t lines = bytes[part] / 64;
         for (int64_t line = i * lines / of; line < (i + 1) * lines / of; ++line) {
-          __builtin_prefetch(at[part] + line * 64, 0, 2);
+          prefetch_l2(at[part] + line * 64);
         }
       }
     }
