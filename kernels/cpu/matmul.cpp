@@ -18,7 +18,9 @@ constexpr int64_t kRowsPerChunk = 384;
 
 constexpr int64_t kRowsForSmallPanel = 24;
 
-thread_local Scratch t_activations;  // of the calling thread
+constexpr int64_t kOwnDigitRows = 2;
+
+thread_local Scratch t_activations;  // of the calling thread, or of each that writes its own
 thread_local Scratch t_tile;         // of each thread that computes tiles
 
 template <typename Fn>
@@ -30,9 +32,35 @@ void fused_over_tiles(const MatmulArgs& args, Fn&& kernel) {
   });
 }
 
+// One or two rows as digits, which each thread writes for itself: that takes as long as fetching them from the cache of
+// another core. False if a row can't be held that way.
+bool matmul_own_digits(const MatmulArgs& args, const FewRowsKernels& kernels) {
+  const int64_t row_bytes = kernels.row_bytes(args.layout);
+  std::atomic<bool> held{true};
+  const auto write = [&] {
+    std::byte* digits = t_activations.at_least(args.m * row_bytes);
+    for (int64_t r = 0; r < args.m; ++r) {
+      std::byte* scratch = t_tile.at_least(kernels.scratch_bytes(args.layout));
+      if (!kernels.write(args, r, digits + r * row_bytes, scratch)) {
+        held.store(false, std::memory_order_relaxed);
+        return false;
+      }
+    }
+    return true;
+  };
+  parallel_tiles(args.layout, args.m * weight_bytes(args), write, [&](int64_t n_tile, int64_t next_tile) {
+    const std::byte* digits = t_activations.at_least(args.m * row_bytes);
+    auto* acc = reinterpret_cast<float*>(t_tile.at_least(args.m * kNt * 4));
+    kernels.fused(run_of(args, n_tile, next_tile), digits, static_cast<int>(args.m), acc);
+    for (int64_t r = 0; r < args.m; ++r) store_row(args, r, n_tile, acc + r * kNt);
+  });
+  return held.load(std::memory_order_relaxed);
+}
+
 // Few rows as digits; false if a row can't be held that way. Of a product of many rows some may have been written when
 // one is refused.
 bool matmul_few(const MatmulArgs& args, const FewRowsKernels& kernels) {
+  if (args.m <= kOwnDigitRows) return matmul_own_digits(args, kernels);
   const int64_t row_bytes = kernels.row_bytes(args.layout);
   const int64_t n_tiles = args.layout.n_tiles_used();
   for (int64_t row0 = 0; row0 < args.m; row0 += kRowsPerChunk) {
@@ -40,7 +68,7 @@ bool matmul_few(const MatmulArgs& args, const FewRowsKernels& kernels) {
     const int64_t bytes = rows * weight_bytes(args);
     std::byte* digits = t_activations.at_least(rows * row_bytes);
     std::atomic<bool> held{true};
-    // Writing one or two rows takes as long as waking a thread.
+    // Writing a few rows takes as long as waking a thread.
     parallel_unless_small(rows, rows < 4 ? 0 : bytes, [&](int64_t r) {
       std::byte* scratch = t_tile.at_least(kernels.scratch_bytes(args.layout));
       if (!kernels.write(args, row0 + r, digits + r * row_bytes, scratch)) held.store(false, std::memory_order_relaxed);

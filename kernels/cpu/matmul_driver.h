@@ -88,12 +88,14 @@ inline int64_t tile_in_memory(const TileLayout& layout, int64_t i) {
 
 // Runs fn(n_tile, next_tile) for each output tile, likewise; next_tile is the one that follows it, or -1. A thread
 // takes stretches of tiles that follow each other in memory, long ones first: starting somewhere else costs a matmul
-// that waits for memory a tenth of a run of tiles.
-template <typename Fn>
-void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
+// that waits for memory a tenth of a run of tiles. Before its first tile it runs begin(), and none at all if that is
+// false.
+template <typename Begin, typename Fn>
+void parallel_tiles(const TileLayout& layout, int64_t bytes, Begin&& begin, Fn&& fn) {
   const int64_t end = layout.n_tiles_used();
   const auto at = [&](int64_t i) { return i < end ? tile_in_memory(layout, i) : -1; };
   if (bytes < kSerialBytes) {
+    if (!begin()) return;
     for (int64_t i = 0; i < end; ++i) fn(at(i), at(i + 1));
     return;
   }
@@ -110,7 +112,9 @@ void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
       }
       return std::pair(end, end);
     };
-    for (auto [first, last] = take(); first < last;) {
+    auto [first, last] = take();
+    if (first == last || !begin()) return;
+    while (first < last) {
       for (int64_t i = first; i < last - 1; ++i) fn(at(i), at(i + 1));
       // Taken before it is needed: what comes next has to be known while the last tile is computed.
       const auto [next_first, next_last] = take();
@@ -119,6 +123,11 @@ void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
       last = next_last;
     }
   });
+}
+
+template <typename Fn>
+void parallel_tiles(const TileLayout& layout, int64_t bytes, Fn&& fn) {
+  parallel_tiles(layout, bytes, [] { return true; }, fn);
 }
 
 // Runs fn(n_tile, begin, end) for each output tile and, in `parts`, all of `passes`: [begin, end) of them at a time.
