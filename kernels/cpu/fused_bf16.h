@@ -179,7 +179,7 @@ inline void fused_group_bf16(const TileLayout& layout, const std::byte* tile, in
 template <class Unpack, int kRowsHere>
 void fused_pass_n(const TileRun& run, int64_t k_tile, const PassRows& x, float* acc) {
   // As many accumulators as hide VDPBF16PS's latency, as few as leave registers for unpacked weights.
-  constexpr int kAtOnce = kRowsHere <= 3 ? 4 : kRowsHere <= 12 ? 2 : 1;
+  constexpr int kAtOnce = kRowsHere <= 3 ? 4 : kRowsHere <= 10 ? 2 : 1;
   const TileLayout& layout = *run.layout;
   const std::byte* tile = run.tiles + k_tile * layout.tile_bytes;
   const int groups = layout.groups_per_tile();

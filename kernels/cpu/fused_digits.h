@@ -36,12 +36,6 @@ TILEFUSE_ALWAYS_INLINE void prefetch_tail(const TileLayout& layout, const std::b
 // asking for the L1 cache gained nothing. Runs of more than kShortRun tiles are read faster without.
 constexpr int64_t kShortRun = 8;
 
-TILEFUSE_ALWAYS_INLINE void prefetch_part(const std::byte* tile, int64_t bytes, int part, int parts) {
-  for (int64_t at = bytes * part / parts / 64 * 64; at < bytes * (part + 1) / parts; at += 64) {
-    prefetch_l2(tile + at);
-  }
-}
-
 // The codes of an output tile drive the digits out of the L1 cache, and what waits for digits can't look ahead for
 // codes.
 constexpr int64_t kDigitsAhead = 2 * kKt;

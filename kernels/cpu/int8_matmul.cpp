@@ -4,7 +4,6 @@
 #include "int8_kernels.h"
 #include "matmul.h"
 #include "matmul_driver.h"
-#include "prefetch.h"
 #include "thread_pool.h"
 
 namespace tilefuse {
@@ -53,11 +52,6 @@ void quantise_chunk(const MatmulArgs& args, const Int8Kernels& kernels, const Ch
   });
 }
 
-// Fetches cache lines [begin, end) of `lines` from p.
-TILEFUSE_ALWAYS_INLINE void prefetch_lines(const std::byte* p, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) prefetch(p + i * 64);
-}
-
 // Passes [begin, end) of a chunk for one output tile.
 void chunk_tile(const MatmulArgs& args, const Int8Kernels& kernels, const Chunk& chunk, int64_t n_tile, int64_t begin,
                 int64_t end) {
@@ -69,7 +63,7 @@ void chunk_tile(const MatmulArgs& args, const Int8Kernels& kernels, const Chunk&
   std::memset(acc, 0, static_cast<size_t>(rows * kNt * 4));
   const TileRun run = run_of(args, n_tile);
   const int64_t k_tiles = args.layout.k_tiles_used();
-  const int64_t lines = chunk.offset ? args.layout.tile_bytes / 64 : 0;  // of the next tile
+  const int64_t bytes = chunk.offset ? args.layout.tile_bytes : 0;  // of the next tile
   for (int64_t kt = 0; kt < k_tiles; ++kt) {
     kernels.prepare(run, kt, chunk.offset, prepared);
     const std::byte* next = run.tiles + (kt + 1) * args.layout.tile_bytes;
@@ -77,7 +71,7 @@ void chunk_tile(const MatmulArgs& args, const Int8Kernels& kernels, const Chunk&
       const Int8Rows x = chunk.pass(p);
       const int64_t row = chunk.first_row(p);
       float* sums = acc + (row - first) * kNt;
-      prefetch_lines(next, (p - begin) * lines / (end - begin), (p - begin + 1) * lines / (end - begin));
+      prefetch_part(next, bytes, p - begin, end - begin);
       if (kt + 1 < k_tiles) {
         kernels.pass(run, kt, chunk.offset, prepared, x, sums);
         continue;

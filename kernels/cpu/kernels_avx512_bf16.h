@@ -190,7 +190,7 @@ void fused_bf16(const TileRun& run, int64_t k_tile, const PassRows& x, float* ac
 // Crossovers measured on Zen 4. A fused kernel unpacks, and adds up groups, for each pass again; a panel is written
 // once, at the cost of ten rows or so.
 int64_t fused_rows_bf16(const TileLayout& layout) {
-  if (layout.bits == 8) return layout.tile_group == 32 ? 40 : 48;
+  if (layout.bits == 8) return layout.tile_group == 32 ? 24 : 40;
   return layout.tile_group == 32 ? 32 : layout.tile_group == 64 ? 64 : 112;
 }
 

@@ -174,7 +174,10 @@ void passes_tile(const MatmulArgs& args, const PassKernels& kernels, bool fused,
   for (int64_t kt = 0; kt < k_tiles; kt += step) {
     const auto count = static_cast<int>(std::min<int64_t>(step, k_tiles - kt));
     if (!fused) kernels.dequantise(run, kt, count, memory);
+    // Dequantising reads weights faster than memory delivers them, the products take long enough.
+    const std::byte* next = run.tiles + (kt + count) * args.layout.tile_bytes;
     for (int64_t p = begin; p < end; ++p) {
+      if (!fused) prefetch_part(next, step * args.layout.tile_bytes, p - begin, end - begin);
       float* to = acc + (chunk.first_row(p) - first) * kNt;
       if (kt + step >= k_tiles) prefetch_results(args, chunk.row0 + chunk.first_row(p), chunk.pass(p).rows, n_tile);
       if (fused) {

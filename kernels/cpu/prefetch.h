@@ -2,6 +2,9 @@
 // pass `modref`) and drops the calls that it hasn't inlined by then.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+
 #include "always_inline.h"
 
 namespace tilefuse {
@@ -16,6 +19,11 @@ TILEFUSE_ALWAYS_INLINE void prefetch_to_write(const void* p) {
 #else
   __builtin_prefetch(p, 1, 3);
 #endif
+}
+
+// Part i of `of` of some bytes, into the L2 cache.
+TILEFUSE_ALWAYS_INLINE void prefetch_part(const std::byte* p, int64_t bytes, int64_t i, int64_t of) {
+  for (int64_t at = bytes * i / of / 64 * 64; at < bytes * (i + 1) / of; at += 64) prefetch_l2(p + at);
 }
 
 }  // namespace tilefuse
