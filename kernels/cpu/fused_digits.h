@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "bf16.h"
 #include "digits_vnni.h"
@@ -140,15 +141,16 @@ inline void low_dots_w4(const std::byte* codes, uint32_t parts, const int8_t* lo
 // are added when the group is done.
 constexpr int kPairVectors = 2 * kVectors;
 
-TILEFUSE_ALWAYS_INLINE void store_pair_sums(const Sums16 (&sums)[kPairVectors], int32_t* to) {
+TILEFUSE_ALWAYS_INLINE __m512i join_pairs(__m512i a, __m512i b) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return _mm512_add_epi32(_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, odd, b));
+}
+
+TILEFUSE_ALWAYS_INLINE void store_pair_sums(const Sums16 (&sums)[kPairVectors], int32_t* to) {
 #pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
-    const auto a = (__m512i)sums[2 * v];
-    const auto b = (__m512i)sums[2 * v + 1];
-    _mm512_store_si512(to + v * 16,
-                       _mm512_add_epi32(_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, odd, b)));
+    _mm512_store_si512(to + v * 16, join_pairs((__m512i)sums[2 * v], (__m512i)sums[2 * v + 1]));
   }
 }
 
@@ -183,6 +185,44 @@ inline void low_dots_w8(const std::byte* codes, uint32_t parts, const int8_t* lo
     }
   }
   store_pair_sums(d0, out->d[0]);
+}
+
+// Rows of 8-bit layers that are multiplied together at most: sums of two digits and two vectors leave registers for
+// codes.
+constexpr int kRowsTogether = 6;
+
+// The digits that are always multiplied, of several rows, `stride` bytes apart: two vectors of codes at a time, for all
+// rows, from the L1 cache. Meanwhile the lines of the tile `later` are asked for, into the L2 cache.
+template <int kRowsHere>
+inline void rows_dots_w8(const std::byte* codes, const std::byte* later, int blocks, const int8_t* high, int64_t stride,
+                         GroupDots* out, int64_t out_stride) {
+  for (int v = 0; v < kVectors; ++v) {
+    Sums16 d[kRowsHere][2][2] = {};
+    const std::byte* from = codes + v * 128;
+    const int8_t* x = high;
+    for (int kb = 0; kb < blocks; ++kb, from += kNt * 8, x += kHighBytes, later += 128) {
+      prefetch_l2(later);
+      prefetch_l2(later + 64);
+      const __m512i q[2] = {_mm512_load_si512(from), _mm512_load_si512(from + 64)};
+#pragma GCC unroll 8
+      for (int r = 0; r < kRowsHere; ++r) {
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+          const __m512i digits = eight_digits(x + r * stride + i * kBlock);
+          d[r][i][0] = dot_u8_s8(d[r][i][0], q[0], digits);
+          d[r][i][1] = dot_u8_s8(d[r][i][1], q[1], digits);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRowsHere; ++r) {
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const __m512i sum = join_pairs((__m512i)d[r][i][0], (__m512i)d[r][i][1]);
+        _mm512_store_si512(out[r * out_stride].d[1 + i] + v * 16, sum);
+      }
+    }
+  }
 }
 
 // Adds a group's contribution to acc[0..63]. dots.d[0] may be unset where x has no lowest digits.
@@ -257,7 +297,7 @@ inline void add_rest(const TileLayout& layout, const std::byte* tile, int k, flo
 // Of 4-bit codes: unpacking them again for the lowest digit of a half block costs as much as multiplying a block's.
 inline bool worth_looking_up(uint32_t parts, int blocks) { return __builtin_popcount(parts) <= blocks; }
 
-// The dot products of one group with one row, or with two of which the higher digits are multiplied together.
+// The dot products of one group with some rows.
 template <int kRowsHere>
 inline void group_digits(const TileLayout& layout, const std::byte* codes, const DigitRow<DigitGroup>& x,
                          int64_t row_bytes, int64_t group, GroupDots* out, int64_t out_stride) {
@@ -273,8 +313,10 @@ inline void group_digits(const TileLayout& layout, const std::byte* codes, const
     for (int i = 0; i < layout.tile_group * 2; i += 64) prefetch(ahead + i);
   }
   if (layout.bits == 8) {
+    const std::byte* later = codes + kTilesAhead * layout.tile_bytes;
+    if (kRowsHere > 2) rows_dots_w8<kRowsHere>(codes, later, blocks, high, row_bytes, out, out_stride);
     for (int r = 0; r < kRowsHere; ++r, high += row_bytes, low += row_bytes, out += out_stride) {
-      dots_w8(codes, blocks, high, out);
+      if (kRowsHere <= 2) dots_w8(codes, blocks, high, out);
       if (const uint32_t parts = parts_of(r); parts != 0) low_dots_w8(codes, parts, low, out);
     }
     return;
@@ -323,21 +365,38 @@ inline void tile_digits(const TileLayout& layout, const std::byte* tile, const s
   }
 }
 
+// Calls fn with std::integral_constant of `rows`, 1 to kRowsTogether.
+template <int kRowsHere = kRowsTogether, typename Fn>
+inline void with_digit_rows(int rows, Fn&& fn) {
+  if constexpr (kRowsHere == 1) {
+    fn(std::integral_constant<int, 1>{});
+  } else if (rows == kRowsHere) {
+    fn(std::integral_constant<int, kRowsHere>{});
+  } else {
+    with_digit_rows<kRowsHere - 1>(rows, fn);
+  }
+}
+
 void fused_digits_vnni(const TileRun& run, const std::byte* digits, int rows, float* acc) {
   const TileLayout& layout = *run.layout;
   const DigitMemory<DigitGroup> at(layout);
   std::memset(acc, 0, sizeof(float) * static_cast<size_t>(rows) * kNt);
   const bool jumps = run.next != nullptr && layout.k_tiles_used() <= kShortRun &&
                      run.next != run.tiles + layout.k_tiles_used() * layout.tile_bytes;
+  const int together = layout.bits == 4 ? 2 : kRowsTogether;
+  const int parts = (rows + together - 1) / together;
   const DigitRest* rest[kMaxFewRows];
   for (int r = 0; r < rows; ++r) rest[r] = DigitRow<DigitGroup>(at, digits, r).rests;
   for (int64_t kt = 0; kt < layout.k_tiles_used(); ++kt) {
     const std::byte* tile = run.tiles + kt * layout.tile_bytes;
     const std::byte* next = jumps ? run.next + kt * layout.tile_bytes : nullptr;
-    int r = 0;
-    for (; r + 2 <= rows; r += 2) tile_digits<2>(layout, tile, next, {at, digits, r}, at.row_bytes, kt, acc + r * kNt);
-    if (r < rows) tile_digits<1>(layout, tile, next, {at, digits, r}, at.row_bytes, kt, acc + r * kNt);
-    for (r = 0; r < rows; ++r) {
+    for (int part = 0; part < parts; ++part) {
+      const int first = part * rows / parts;
+      with_digit_rows((part + 1) * rows / parts - first, [&](auto n) {
+        tile_digits<n()>(layout, tile, next, {at, digits, first}, at.row_bytes, kt, acc + first * kNt);
+      });
+    }
+    for (int r = 0; r < rows; ++r) {
       for (; rest[r]->k < (kt + 1) * kKt; ++rest[r]) {
         add_rest(layout, tile, static_cast<int>(rest[r]->k - kt * kKt), rest[r]->value, acc + r * kNt);
       }

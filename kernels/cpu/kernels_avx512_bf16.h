@@ -203,7 +203,13 @@ constexpr PassKernels kBf16Passes = {
     .store_row = store_row_avx512,
 };
 
-constexpr FewRowsKernels kFewRowsBf16 = few_rows_vnni([](const TileLayout&) { return 2; });
+// Likewise.
+int digit_rows_bf16(const TileLayout& layout) {
+  if (layout.bits == 4) return 2;
+  return layout.tile_group == kKt ? 8 : 4;
+}
+
+constexpr FewRowsKernels kFewRowsBf16 = few_rows_vnni(digit_rows_bf16);
 
 constexpr MatmulKernels kBf16Kernels = {
     .fused_w4_f32 = nullptr,

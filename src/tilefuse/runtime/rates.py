@@ -125,12 +125,12 @@ _DEFAULT_CURVES: dict[str, tuple[Curve, Curve]] = {
         _giga((1, 17), (2, 31), (4, 52), (8, 67), (32, 90), (128, 95)),
     ),
     "avx512_vnni": (
-        _giga((1, 86), (2, 56), (4, 60), (8, 67), (32, 94), (128, 100)),
-        _giga((1, 41), (4, 43), (5, 56), (16, 80), (32, 91), (128, 95)),
+        _giga((1, 175), (4, 180), (128, 183)),
+        _giga((1, 125), (2, 143), (3, 160), (8, 166), (128, 171)),
     ),
     "avx512_bf16": (
-        _giga((1, 120), (2, 150), (4, 185), (8, 205), (32, 208), (128, 212)),
-        _giga((1, 41), (2, 71), (4, 105), (8, 145), (16, 176), (32, 180), (128, 204)),
+        _giga((1, 175), (3, 185), (4, 200), (8, 212), (128, 213)),
+        _giga((1, 125), (2, 143), (3, 160), (8, 168), (16, 184), (32, 184), (128, 211)),
     ),
 }
 """A level that is not listed, such as the modelled one for tests, counts as portable."""
@@ -139,7 +139,7 @@ _DEFAULT_CURVES: dict[str, tuple[Curve, Curve]] = {
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 _ROWS = (1, 2, 3, 4, 5, 8, 16, 32, 128)
-"""Rows that are timed: the kernels for few rows take 1 to 4, depending on the level."""
+"""Rows that are timed: the kernels for few rows take 1 to 8, depending on the level."""
 
 _PROBE_K = 1024
 _STAGED = 512, 2048
