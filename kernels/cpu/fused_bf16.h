@@ -132,7 +132,7 @@ template <class Unpack, int kRowsHere, int kAtOnce>
 inline void fused_group_bf16(const TileLayout& layout, const std::byte* tile, int group, const uint32_t* x,
                              const float* sums, float* acc) {
   constexpr int64_t kRowBytes = kVectors * Unpack::kBytes;
-  const int64_t ahead = kTilesAhead * layout.tile_bytes;
+  const int64_t ahead = kAtOnce > 1 ? 0 : kTilesAhead * layout.tile_bytes;
   const int blocks = layout.tile_group / kBlock;
   for (int v0 = 0; v0 < kVectors; v0 += kAtOnce) {
     const int64_t first = static_cast<int64_t>(group) * kNt + v0 * 16;
@@ -165,7 +165,13 @@ inline void fused_group_bf16(const TileLayout& layout, const std::byte* tile, in
         for (int64_t i = 0; i < 16 * kRowsHere; i += 64) prefetch(reinterpret_cast<const std::byte*>(from) + 512 + i);
       }
       const auto at = [&](int v) {
-        for (int i = 0; i < Unpack::kBytes; i += 64, later += 64) prefetch(later);
+        for (int i = 0; i < Unpack::kBytes; i += 64, later += 64) {
+          if constexpr (kAtOnce > 1) {
+            prefetch_twice(later, layout);
+          } else {
+            prefetch(later);
+          }
+        }
         return Unpack(codes + v * Unpack::kBytes, zeros[v]);
       };
       if constexpr (kAtOnce == 1) all_pairs(at(0));

@@ -45,6 +45,13 @@ constexpr int64_t kDigitsAhead = 2 * kKt;
 // theirs, each line as its counterpart is read. Hardware prefetchers stop at each 4 KiB page, a tile is about that.
 constexpr int64_t kTilesAhead = 2;
 
+// Some rows do so twice, first into the L2 cache and then, soon before use, into the L1 cache, of which a tile is a
+// large part. Measured on Zen 4, three and four rows are a tenth to a half faster than with the L1 cache alone.
+TILEFUSE_ALWAYS_INLINE void prefetch_twice(const std::byte* p, const TileLayout& layout) {
+  prefetch(p + layout.tile_bytes / 2);
+  prefetch_l2(p + 3 * layout.tile_bytes);
+}
+
 // What follows the codes, scales and zero points, of one group of that tile.
 TILEFUSE_ALWAYS_INLINE void prefetch_scales(const TileLayout& layout, const std::byte* tile, int group) {
   const std::byte* ahead = tile + kTilesAhead * layout.tile_bytes;
@@ -192,17 +199,18 @@ inline void low_dots_w8(const std::byte* codes, uint32_t parts, const int8_t* lo
 constexpr int kRowsTogether = 6;
 
 // The digits that are always multiplied, of several rows, `stride` bytes apart: two vectors of codes at a time, for all
-// rows, from the L1 cache. Meanwhile the lines of the tile `later` are asked for, into the L2 cache.
+// rows, from the L1 cache.
 template <int kRowsHere>
-inline void rows_dots_w8(const std::byte* codes, const std::byte* later, int blocks, const int8_t* high, int64_t stride,
-                         GroupDots* out, int64_t out_stride) {
+inline void rows_dots_w8(const TileLayout& layout, const std::byte* codes, int blocks, const int8_t* high,
+                         int64_t stride, GroupDots* out, int64_t out_stride) {
+  const std::byte* later = codes;
   for (int v = 0; v < kVectors; ++v) {
     Sums16 d[kRowsHere][2][2] = {};
     const std::byte* from = codes + v * 128;
     const int8_t* x = high;
     for (int kb = 0; kb < blocks; ++kb, from += kNt * 8, x += kHighBytes, later += 128) {
-      prefetch_l2(later);
-      prefetch_l2(later + 64);
+      prefetch_twice(later, layout);
+      prefetch_twice(later + 64, layout);
       const __m512i q[2] = {_mm512_load_si512(from), _mm512_load_si512(from + 64)};
 #pragma GCC unroll 8
       for (int r = 0; r < kRowsHere; ++r) {
@@ -313,8 +321,7 @@ inline void group_digits(const TileLayout& layout, const std::byte* codes, const
     for (int i = 0; i < layout.tile_group * 2; i += 64) prefetch(ahead + i);
   }
   if (layout.bits == 8) {
-    const std::byte* later = codes + kTilesAhead * layout.tile_bytes;
-    if (kRowsHere > 2) rows_dots_w8<kRowsHere>(codes, later, blocks, high, row_bytes, out, out_stride);
+    if (kRowsHere > 2) rows_dots_w8<kRowsHere>(layout, codes, blocks, high, row_bytes, out, out_stride);
     for (int r = 0; r < kRowsHere; ++r, high += row_bytes, low += row_bytes, out += out_stride) {
       if (kRowsHere <= 2) dots_w8(codes, blocks, high, out);
       if (const uint32_t parts = parts_of(r); parts != 0) low_dots_w8(codes, parts, low, out);
