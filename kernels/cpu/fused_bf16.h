@@ -190,7 +190,7 @@ void fused_pass_n(const TileRun& run, int64_t k_tile, const PassRows& x, float* 
   const std::byte* tile = run.tiles + k_tile * layout.tile_bytes;
   const int groups = layout.groups_per_tile();
   const uint32_t* words = x.words + k_tile * x.tile_stride;
-  for (int g = 0; g < groups; ++g, words += layout.tile_group / 2 * kRowsHere) {
+  for (int g = 0; g < layout.groups_used(k_tile); ++g, words += layout.tile_group / 2 * kRowsHere) {
     prefetch_scales(layout, tile, g);
     const float* sums = x.sums == nullptr ? nullptr : x.sums + (k_tile * groups + g) * kRowsHere;
     fused_group_bf16<Unpack, kRowsHere, kAtOnce>(layout, tile, g, words, sums, acc);

@@ -354,9 +354,7 @@ inline void tile_digits(const TileLayout& layout, const std::byte* tile, const s
                         const DigitRow<DigitGroup>& x, int64_t row_bytes, int64_t k_tile, float* acc) {
   constexpr int kMaxGroups = kKt / 32;
   const int64_t first = k_tile * layout.groups_per_tile();
-  // Groups beyond K, of the last tile, are padding.
-  const int64_t real = (layout.k + layout.tile_group - 1) / layout.tile_group - first;
-  const auto groups = static_cast<int>(std::min<int64_t>(layout.groups_per_tile(), real));
+  const int groups = layout.groups_used(k_tile);
   GroupDots dots[kRowsHere][kMaxGroups];
   for (int g = 0; g < groups; ++g) {
     const std::byte* codes = tile + int64_t{g} * layout.tile_group * (kNt / kBlock) * layout.bits;

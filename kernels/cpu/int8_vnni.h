@@ -324,7 +324,7 @@ void int8_tile_vnni(const TileRun& run, int64_t k_tile, const PreparedVnni& prep
   const int steps = layout.tile_group / 4;
   const int64_t group_bytes = int64_t{layout.tile_group} * kNt * layout.bits / 8;
   const int groups = layout.groups_per_tile();
-  for (int g = 0; g < groups; ++g) {
+  for (int g = 0; g < layout.groups_used(k_tile); ++g) {
     const uint32_t* words = x.words + k_tile * x.tile_stride + g * steps * kRowsHere;
     const float* scales = x.scales + (k_tile * groups + g) * kRowsHere;
     const int32_t* sums = x.sums + (k_tile * groups + g) * kRowsHere;

@@ -135,7 +135,7 @@ void dequantise_bf16(const TileRun& run, int64_t first, int count, void* panel_o
 
 // acc += x * panel, the weights already scaled.
 template <int kRowsHere>
-void panel_pass_n(const void* panel_in, int64_t first, int count, const PassRows& x, float* acc) {
+void panel_pass_n(const void* panel_in, int64_t first, int count, int64_t channels, const PassRows& x, float* acc) {
   constexpr int kAtOnce = kRowsHere <= 3 ? 4 : kRowsHere <= 14 ? 2 : 1;
   const int64_t pairs = int64_t{count} * kKt / 2;
   for (int v0 = 0; v0 < kVectors; v0 += kAtOnce) {
@@ -147,7 +147,8 @@ void panel_pass_n(const void* panel_in, int64_t first, int count, const PassRows
     }
     for (int64_t t = first; t < first + count; ++t) {
       const uint32_t* from = x.words + t * x.tile_stride;
-      for (int i = 0; i < kKt / 2; ++i, panel += 16, from += kRowsHere) {
+      const int64_t blocks = std::min<int64_t>(kKt / kBlock, (channels - (t - first) * kKt + kBlock - 1) / kBlock);
+      for (int64_t i = 0; i < blocks * (kBlock / 2); ++i, panel += 16, from += kRowsHere) {
         __m512i w[kAtOnce];
         for (int v = 0; v < kAtOnce; ++v) w[v] = _mm512_load_si512(panel + v * pairs * 16);
         prefetch(reinterpret_cast<const std::byte*>(from + kRowsHere * (kKt / 2)));  // the next pass's
@@ -175,8 +176,8 @@ inline void with_rows(int rows, Fn&& fn) {
   }
 }
 
-void panel_pass_bf16(const void* panel, int64_t first, int count, const PassRows& x, float* acc) {
-  with_rows(x.rows, [&](auto n) { panel_pass_n<n()>(panel, first, count, x, acc); });
+void panel_pass_bf16(const void* panel, int64_t first, int count, int64_t channels, const PassRows& x, float* acc) {
+  with_rows(x.rows, [&](auto n) { panel_pass_n<n()>(panel, first, count, channels, x, acc); });
 }
 
 void fused_bf16(const TileRun& run, int64_t k_tile, const PassRows& x, float* acc) {

@@ -183,7 +183,7 @@ void passes_tile(const MatmulArgs& args, const PassKernels& kernels, bool fused,
       if (fused) {
         kernels.fused(run, kt, chunk.pass(p), to);
       } else {
-        kernels.panel_pass(memory, kt, count, chunk.pass(p), to);
+        kernels.panel_pass(memory, kt, count, args.layout.k - kt * kKt, chunk.pass(p), to);
       }
     }
   }

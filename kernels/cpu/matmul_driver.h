@@ -145,11 +145,16 @@ inline int64_t weight_bytes(const MatmulArgs& args) {
   return args.layout.n_tiles_used() * args.layout.k_tiles_used() * args.layout.tile_bytes;
 }
 
-// A layer with few output tiles is also split by rows, in halves while every part keeps 96 rows: enough that
-// dequantising a tile once more stays cheap, and every thread has work.
+// A layer with few output tiles, or some that leave threads idle for a sixteenth of the time at the end, is also split
+// by rows, in halves while every part keeps 96 rows: enough that dequantising a tile once more stays cheap.
 inline int64_t row_parts(int64_t n_tiles, int64_t rows) {
+  const int64_t threads = ThreadPool::instance().num_threads();
+  const auto uneven = [threads](int64_t items) {
+    const int64_t idle = (threads - items % threads) % threads;
+    return items < 4 * threads || 16 * idle > items + idle;
+  };
   int64_t parts = 1;
-  while (n_tiles * parts < 4 * ThreadPool::instance().num_threads() && rows / (2 * parts) >= 96) parts *= 2;
+  while (uneven(n_tiles * parts) && rows / (2 * parts) >= 96) parts *= 2;
   return parts;
 }
 

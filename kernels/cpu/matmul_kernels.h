@@ -54,8 +54,8 @@ struct PassKernels {
   int64_t (*fused_rows)(const TileLayout&);
   // Dequantises k tiles [first, first + count) into a panel, 16 KiB each.
   void (*dequantise)(const TileRun&, int64_t first, int count, void* panel);
-  // acc[rows][64] += x * that panel.
-  void (*panel_pass)(const void* panel, int64_t first, int count, const PassRows& x, float* acc);
+  // acc[rows][64] += x * that panel, of which `channels` are before K.
+  void (*panel_pass)(const void* panel, int64_t first, int count, int64_t channels, const PassRows& x, float* acc);
   // Row `row` of y in output tile `n_tile`: acc[64] plus bias, rounded once.
   void (*store_row)(const MatmulArgs& args, int64_t row, int64_t n_tile, const float* acc);
 };

@@ -2,6 +2,7 @@
 // layer arrive from there, and the constants below are checked against it by tests/test_layout.py.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -33,6 +34,10 @@ struct TileLayout {
   [[nodiscard]] int64_t n_tiles_used() const { return (n + kNt - 1) / kNt; }
   [[nodiscard]] int64_t n_tiles() const { return tiles_per_column * columns; }
   [[nodiscard]] int groups_per_tile() const { return kKt / tile_group; }
+  // Of those of a k tile, the ones that begin before K: the others are padding.
+  [[nodiscard]] int groups_used(int64_t k_tile) const {
+    return static_cast<int>(std::min<int64_t>(groups_per_tile(), (k - k_tile * kKt + tile_group - 1) / tile_group));
+  }
   [[nodiscard]] int64_t nbytes() const { return n_tiles() * k_tiles * tile_bytes; }
 
   // Byte offset of the tile: order [column][output tile div columns][k tile].
